@@ -150,10 +150,12 @@ class MeteredRanks(SimulatedRanks):
     _computed = CPU.part("models", SimulatedRanks._computed)
 
 
-for _name, _method in vars(SampleQueue).items():
-    if inspect.iscoroutinefunction(_method) and not _name.startswith("_"):
-        setattr(SampleQueue, _name, CPU.part("queue", _method))
-TrainLoop.run = CPU.part("train loop", TrainLoop.run)  # type: ignore[method-assign]
+def tell_processes_apart() -> None:
+    """Count what queue and train loop do as parts of their own: they have other processes than the rollouter."""
+    for name, method in list(vars(SampleQueue).items()):
+        if inspect.iscoroutinefunction(method) and not name.startswith("_"):
+            setattr(SampleQueue, name, CPU.part("queue", method))
+    TrainLoop.run = CPU.part("train loop", TrainLoop.run)  # type: ignore[method-assign]
 
 
 def profile() -> Profile:
@@ -335,6 +337,7 @@ def main() -> None:
         parser.error(f"--replicas: expected multiples of {ON_MACHINE}, found {args.replicas}")
     found: dict[str, float] = {}
     collect_rarely()  # as rollouter and driver do
+    tell_processes_apart()
     parts = "rollouter", "queue", "train loop"
     heads = " ".join(f"{part:>10}" for part in parts)
     print(f"{'':>17} {'us of CPU per sample':^33}")

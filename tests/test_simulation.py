@@ -175,6 +175,30 @@ def test_an_aborted_request_has_the_tokens_that_it_had_time_for_and_continues_fr
     assert (first[0] + rest[0], rest[2]) == (100, FinishReason.STOP)
 
 
+def test_an_engine_computes_of_a_later_turn_only_what_is_new_until_its_cache_is_freed():
+    turns = (Turn(30, 20), Turn(1, 19), Turn(1, 19), Turn(1))
+    figures = replace(ENGINE, prefill_token_s=0.01)
+
+    async def work():
+        engine = SimulatedEngine(profile(turns, engine=figures), slots=1)
+        await engine.resume(PolicyVersion(0, 0))
+        took_s = []
+        for context in (10, 60, 80, 100):
+            if context == 100:
+                await engine.pause("wait", 10)
+                await engine.release_kv()
+                await engine.resume(PolicyVersion(0, 1))
+            began_s = clock.now_s()
+            whole = request("a")
+            await serve(engine, whole._replace(id=f"a/0/0/{context}#0", tokens=np.ones(context, np.int32)))
+            took_s.append(clock.now_s() - began_s)
+        return took_s
+
+    first, second, third, last = run_virtually(work)
+    assert first == pytest.approx(10 * 0.01 + 30 * 0.011, abs=0.02)
+    assert (second, third, last) == pytest.approx((0.2 + 0.011, 0.19 + 0.011, 1.0 + 0.011), abs=0.02)
+
+
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
@@ -454,4 +478,4 @@ def test_deaths_are_given_in_hours_and_told(tmp_path, capsys, caplog):
     dying = ["--death-every-h=0.001", "--restart-s=0.5", "supervision.max_restarts=50"]
     assert cli(["simulate", *arguments, *options, *dying]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["deaths"] > 0
-    assert not caplog.records  # what happens in the simulation is no news of the command
+    assert not caplog.records  # those of simulated events are hidden

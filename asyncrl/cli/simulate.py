@@ -42,7 +42,7 @@ _ROWS = {
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """What happens in a simulation, such as the death of a replica, is no news of the command."""
+    """Hides warnings of the control plane: they concern simulated events, such as the death of a replica."""
     logger = logging.getLogger("asyncrl")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file of options, see configs/")
     parser.add_argument("--profile", type=Path, required=True, help="profile.json of a finished run")
     parser.add_argument("--steps", type=int, default=12, help="train steps to simulate (default: %(default)s)")
-    parser.add_argument("--death-every-h", type=float, help="mean hours that a replica lives (default: for ever)")
+    parser.add_argument("--death-every-h", type=float, help="hours that a replica lives on average (default: for ever)")
     parser.add_argument("--restart-s", type=float, help="with --death-every-h: seconds until its successor has started")
     parser.add_argument("--sweep", nargs="+", metavar="key.path=values", help="a,b,c or low..high of each option")
     parser.add_argument("--gpus", type=int, help="with --sweep: all that the replicas leave of so many train")

@@ -193,15 +193,14 @@ class Cluster:
             self._relays[node] = made, RelayedSessions(made)
         number, relays = list(self._relays).index(node), list(self._relays.values())
         (relay, sessions), (first, all_sessions) = relays[number], relays[number - number % RELAYS_PER_CALL]
-        try:
+        session = direct
+        with contextlib.suppress(ActorDied, TimeoutError):  # without the relays that are dead
             await asyncio.wait_for(relay.register(replica.name, replica.handle), RELAY_START_S)
             session = sessions.session(replica.name, direct)
             if first is not relay:
                 registered = first.register(replica.name, replica.handle, relay.name, relay.handle)
                 await asyncio.wait_for(registered, RELAY_START_S)
                 session = all_sessions.session(replica.name, session)
-        except (ActorDied, TimeoutError):
-            return direct
         return session
 
     def _node(self, name: str) -> str | None:

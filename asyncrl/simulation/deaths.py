@@ -17,8 +17,8 @@ from asyncrl.simulation.profile import Profile
 
 @dataclass(frozen=True)
 class Deaths:
-    """A replica lives for ``after_s`` in the mean (of an exponential distribution); its successor takes ``start_s`` to
-    start."""
+    """A replica lives for ``after_s`` seconds on average, exponentially distributed; its successor takes ``start_s``
+    seconds to start."""
 
     after_s: float
     start_s: float

@@ -44,7 +44,7 @@ from asyncrl.trainer.checkpoints import CheckpointStore
 from asyncrl.trainer.loop import TrainLoop
 from asyncrl.trainer.progress import Progress
 
-_STUCK_S = 86400.0
+_STUCK_S = 86400.0  # without any work
 _WARM_UP = 2  # steps that no figure counts: they begin with empty pools
 
 
@@ -155,7 +155,7 @@ def simulate(
                 raise ConfigError([f"the run would fail: {leaf}"]) from None
             raise
     samples = derive(config).groups_per_step * config.rollout.n
-    return Simulation(config, tuple(seen.steps), seen.counters, seen.groups, samples, seen.deaths())
+    return Simulation(config, tuple(seen.steps), seen.counters, seen.groups, samples, seen.deaths)
 
 
 async def _run(
@@ -194,20 +194,23 @@ async def _run(
     order = PromptOrder(prompts(count), config.seed, config.data.shuffle)
     held = HeldQueue(queue, 0)
     loop = RolloutLoop(config, derived.slots, order, maker, held, recorder)
-    sessions: dict[str, ReplicaSession] = {
-        name: EngineSession(name, engine, SimulatedReceiver(name, profile.sync)) for name, engine in engines.items()
-    }
-    resize = lambda: loop.limiter.resize(len(router.outstanding_tokens) * rollout.engine.slots)
-    cluster = MortalCluster(deaths, config.seed, profile, engines, router, resize) if deaths is not None else None
+    sessions: dict[str, ReplicaSession] = {}
+    cluster: MortalCluster | None = None
+    if deaths is None:
+        for name, engine in engines.items():
+            sessions[name] = EngineSession(name, engine, SimulatedReceiver(name, profile.sync))
+    else:  # replicas join as they start
+        resize = lambda: loop.limiter.resize(len(router.outstanding_tokens) * rollout.engine.slots)
+        cluster = MortalCluster(deaths, config.seed, profile, engines, router, resize)
     ranks = make_ranks(profile, config.trainer.ranks, recorder)
     sync = ParameterSyncCoordinator(
         replace(config.param_sync, pause=derived.pause),
         {"trainer/0": ranks},
-        sessions if cluster is None else {},  # replicas join as they start
+        sessions,
         router.set_routable,
         recorder,
     )
-    observer = _Observer(ranks, engines, queue, recorder, cpu_s, lambda: 0 if cluster is None else cluster.count)
+    observer = _Observer(ranks, engines, queue, recorder, cpu_s)
     trainer = TrainLoop(
         config,
         derived,
@@ -246,11 +249,13 @@ async def _run(
         supervisor = Supervisor(supervision, RestartPolicy(supervision), cluster, sync, recorder)  # type: ignore[arg-type]
         beside += [supervisor.run(), observer.watch()]
     await together(train(), beside)
+    if cluster is not None:
+        observer.deaths = cluster.count
     return observer
 
 
 def _is_death(error: BaseException) -> bool:
-    """Raises what is no death: an engine's model is wrong."""
+    """Raises an error that is not a death: an engine's model is wrong."""
     if isinstance(error, ActorDied | BaseExceptionGroup):
         return isinstance(error, ActorDied)
     raise error
@@ -266,10 +271,10 @@ class _Observer:
         queue: SampleQueue,
         recorder: Recorder,
         cpu_s: Callable[[], float],
-        deaths: Callable[[], int],
     ) -> None:
         self._ranks, self._engines, self._queue, self._recorder = ranks, engines, queue, recorder
-        self._cpu_s, self.deaths = cpu_s, deaths
+        self._cpu_s = cpu_s
+        self.deaths = 0  # of replicas
         self.steps: list[Step] = []
         self.counters: Counter[str] = Counter()
         self.groups: list[Any] = []

@@ -98,7 +98,7 @@ class Machines:
             self.start_ray(address)
 
     def cut(self, address: str, seconds: float) -> None:
-        """Unplug a machine's cable: what is sent is lost, and nobody is told."""
+        """Unplug a machine's cable: what is sent is lost without an error."""
         self._ip("-n", self._names[address], "link", "set", "wire", "down")
         time.sleep(seconds)
         self._ip("-n", self._names[address], "link", "set", "wire", "up")
