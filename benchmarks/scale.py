@@ -150,8 +150,8 @@ class MeteredRanks(SimulatedRanks):
     _computed = CPU.part("models", SimulatedRanks._computed)
 
 
-def tell_processes_apart() -> None:
-    """Count what queue and train loop do as parts of their own: they have other processes than the rollouter."""
+def meter_processes() -> None:
+    """Count queue and train loop as parts of their own: they run in other processes than the rollouter."""
     for name, method in list(vars(SampleQueue).items()):
         if inspect.iscoroutinefunction(method) and not name.startswith("_"):
             setattr(SampleQueue, name, CPU.part("queue", method))
@@ -337,7 +337,7 @@ def main() -> None:
         parser.error(f"--replicas: expected multiples of {ON_MACHINE}, found {args.replicas}")
     found: dict[str, float] = {}
     collect_rarely()  # as rollouter and driver do
-    tell_processes_apart()
+    meter_processes()
     parts = "rollouter", "queue", "train loop"
     heads = " ".join(f"{part:>10}" for part in parts)
     print(f"{'':>17} {'us of CPU per sample':^33}")

@@ -325,7 +325,9 @@ class RolloutLoop:
             self._recorder.count(name, value)
         for name in {name for s in samples for name in s.metrics}:
             self._recorder.count(f"rollout/sum/{name}", sum(s.metrics.get(name, 0.0) for s in samples))
-        self._recorder.count("rollout/sum/reward", sum(s.reward or 0.0 for s in samples))  # all have one by now
+        rewards = [s.reward for s in samples if s.reward is not None]
+        assert len(rewards) == len(samples)
+        self._recorder.count("rollout/sum/reward", sum(rewards))
 
 
 def _finite(made: Sequence[Sample | FailedSample]) -> bool:

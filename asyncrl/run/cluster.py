@@ -37,7 +37,7 @@ CALLS_AT_ONCE = 1000  # per actor; most calls wait on a condition
 REMOTE_KILL_S = 20.0  # for an actor on another machine
 CLOSING_S = 3.0  # for the rollouter to close by itself
 RELAYED_REPLICAS = 4  # on a machine, from which on their sync sessions go through a relay there
-RELAYS_PER_CALL = 16  # which one of them calls for the driver
+RELAYS_PER_CALL = 16  # relays that the driver reaches through the first of them
 RELAY_START_S = 60.0
 _ACTORS_PER_DRIVER = 10**6  # more than a driver ever starts
 
@@ -194,7 +194,7 @@ class Cluster:
         number, relays = list(self._relays).index(node), list(self._relays.values())
         (relay, sessions), (first, all_sessions) = relays[number], relays[number - number % RELAYS_PER_CALL]
         session = direct
-        with contextlib.suppress(ActorDied, TimeoutError):  # without the relays that are dead
+        with contextlib.suppress(ActorDied, TimeoutError):  # a dead relay is left out
             await asyncio.wait_for(relay.register(replica.name, replica.handle), RELAY_START_S)
             session = sessions.session(replica.name, direct)
             if first is not relay:

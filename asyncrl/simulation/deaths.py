@@ -111,7 +111,7 @@ class _UntilDeath:
 
 
 class _Immortal:
-    """The queue. As a client of it, ``once`` is itself."""
+    """Stands for the client of the queue, which never dies here."""
 
     handle = None
 

@@ -140,7 +140,7 @@ class SimulatedEngine:
         )
 
     def stop(self) -> None:
-        """Its process has died: forget all requests, and generate nothing until the next `resume`."""
+        """Drop all requests, as the death of a process does, and generate nothing until the next `resume`."""
         self._advance()
         self.tokens += sum(row.reported for row in self._running.values())
         for held in (self._waiting, self._running, self._ends, self._cached, self._contexts, self._ended):
