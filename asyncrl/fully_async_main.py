@@ -39,7 +39,7 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
         from asyncrl.run.monitor import Monitor
         from asyncrl.run.placement import joins_a_cluster
         from asyncrl.run.preflight import preflight, with_overridden_model
-        from asyncrl.run.restartable import RestartableRanks, RestartableRollouter
+        from asyncrl.run.restartable import RestartableRanks, RestartableRollouters
         from asyncrl.run.run_folder import RunFolder
         from asyncrl.run.scaling import Scaling
         from asyncrl.run.supervision import RestartPolicy, Supervisor
@@ -61,16 +61,16 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
                 replace(config.param_sync, pause=found.derived.pause),
                 cluster.senders,
                 {},  # replicas join as they start
-                cluster.rollouter.set_routable,
+                cluster.rollouters.set_routable,
                 recorder,
                 cluster.end,
             )
             supervisor = Supervisor(config.supervision, RestartPolicy(config.supervision), cluster, sync, recorder)
             scaling = Scaling(config, folder.path, cluster, supervisor, lambda: monitor.efficiency)
             ranks = RestartableRanks(cluster, supervisor)
-            rollouter = RestartableRollouter(cluster, supervisor, sync.routable)
+            rollouters = RestartableRollouters(cluster, supervisor, sync.routable)
             validation = ValidationSchedule(
-                config, cluster.rollouter, folder.checkpoints, recorder, monitor.on_validation
+                config, cluster.rollouters, folder.checkpoints, recorder, monitor.on_validation
             )
             trainer = TrainLoop(
                 config,
@@ -78,7 +78,7 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
                 cluster.queue,
                 ranks,
                 sync,
-                rollouter,
+                rollouters,
                 validation,
                 monitor,
                 recorder,
@@ -89,7 +89,7 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
             async def start_actors() -> None:
                 async with asyncio.TaskGroup() as starting:
                     starting.create_task(supervisor.started())
-                    starting.create_task(rollouter.started())
+                    starting.create_task(rollouters.started())
                     starting.create_task(ranks.start())
 
             async def train() -> Progress:
@@ -97,14 +97,14 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
                 collect_rarely()
                 shutdown.on_interrupt(trainer.stop)
                 await trainer.begin(folder.checkpoint, skip)  # ranks and queue are at the checkpoint: groups may start
-                rollouter.start_groups()
+                rollouters.start_groups()
                 return await trainer.run()
 
             progress = await shutdown.unless_abandoned(
                 together(
                     train(),  # lease → train → sync → save → validate; the run ends with it
                     beside=[
-                        rollouter.run(),  # prompts → samples → rewards → queue
+                        rollouters.run(),  # prompts → samples → rewards → queue
                         supervisor.run(),  # restarts queue and replicas
                         scaling.run(),  # adds and removes replicas
                         validation.run(),  # validations beside training

@@ -74,6 +74,7 @@ from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.journal import Journal
 from asyncrl.sample_queue.ledger import FILE as LEDGER
 from asyncrl.sample_queue.ledger import reading
+from asyncrl.sample_queue.messages import Holder
 from asyncrl.sample_queue.records import DROPPED, TRAINED
 from asyncrl.trainer.checkpoints import CheckpointStore
 from asyncrl.trainer.loop import TrainLoop
@@ -292,7 +293,7 @@ class RolloutPool:
 
     def __init__(self, config: Config, derived: Derived, queue: SampleQueue) -> None:
         self._config, self._derived = config, derived
-        self._pace_queue, self._queue = queue, HeldQueue(queue, HOLDER)
+        self._pace_queue, self._queue = queue, HeldQueue(queue, Holder(token=HOLDER))
         self._recorder = Recorder("rollouter")
         self._prompts, held_out = load_run_prompts(config.data)
         self._held_out = held_out[: config.validation.max_prompts or None]

@@ -134,11 +134,11 @@ class Producer:
         end = self._issued + groups
         while self._issued < end:
             rows = range(self._issued, min(self._issued + GROUPS_IN_FLIGHT, end))
-            tickets = [Ticket(f"0/{row}", str(row), 0) for row in rows]
-            count = await self._queue.issue(tickets)
-            self._issued += count
-            for ticket in tickets[:count]:
-                started.put_nowait(ticket.uid)
+            tickets = [Ticket(f"0/{row}", str(row), 0, row) for row in rows]
+            admitted = await self._queue.issue(tickets, len(tickets))
+            self._issued = admitted.issued
+            for uid in admitted.started:
+                started.put_nowait(uid)
 
     def _payload(self, uid: str, arrived_s: float) -> bytes:
         times = {"arrived": arrived_s}

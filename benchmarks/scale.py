@@ -1,10 +1,10 @@
-"""How many replicas one rollouter and one driver serve. The last line is JSON.
+"""How many replicas a rollouter and one driver serve. The last line is JSON.
 
     python -m benchmarks.scale [--replicas 16 128 1024]
 
-Simulates runs of as many replicas, each with `REQUESTS` requests at a time, in the real control plane: rollout loop,
-router, queue core, admission, train loop and sync sessions, see `asyncrl.simulation`. Answers have about `TOKENS`
-tokens and take half a minute.
+Simulates runs of as many replicas, each with `REQUESTS` requests at a time, in the real control plane: rollout loops,
+routers, queue core, admission, train loop and sync sessions, see `asyncrl.simulation`. A shard has `OF_SHARD` replicas.
+Answers have about `TOKENS` tokens and take half a minute.
 
 - ``control_cpu_us_per_sample_N``: CPU time of the control plane for each trained sample with N replicas, once as many
   samples are in flight as fit; without that of the models of engines and ranks. Calls to other processes cost nothing
@@ -73,6 +73,7 @@ STEPS_IN_FLIGHT = 2  # steps whose samples are in flight at a time
 MEASURED = 2  # steps, after those that fill the replicas
 
 
+OF_SHARD = 128  # replicas
 ON_MACHINE = 8  # replicas
 REAL = 48
 
@@ -186,6 +187,7 @@ def config(replicas: int) -> Config:
             f"rollout.engine.max_context_tokens={2 * TOKENS + 64}",
             f"rollout.engine.slots={REQUESTS}",
             f"rollout.replicas={replicas}",
+            f"rollout.shards={max(1, replicas // OF_SHARD)}",
             f"trainer.mini_batch_groups={groups}",
             f"trainer.total_steps={STEPS_IN_FLIGHT + MEASURED}",
             f"async_training.staleness_threshold={STEPS_IN_FLIGHT - 1}",

@@ -121,6 +121,9 @@ def test_a_crash_point_names_a_method_of_its_class(module, method):
     assert inspect.isfunction(vars(owner)[attribute])
 
 
+SHARDS = ["rollout.shards=2", "rollout.replicas=2", "ray.cpus_per_replica=0.25"]
+
+
 @pytest.fixture
 def start(inputs, tmp_path):
     """Start a run, or resume the test's earlier one."""
@@ -181,6 +184,7 @@ def test_the_death_of_ray_s_node_ends_the_run_resumable(start, tmp_path):
     audit(tmp_path / "run", [BATCH] * (trained + 3))
 
 
+@pytest.mark.faults
 def test_parts_that_fail_while_their_processes_live_are_replaced_and_poison_is_dropped(
     start, inputs, tmp_path, monkeypatch
 ):
@@ -334,8 +338,9 @@ def test_a_full_disk_ends_the_run_with_the_reason_and_loses_nothing(start, tmp_p
             {"steps_per_version": 2},
         ),
         (["param_sync.staging=full"], {}),
+        (SHARDS, {}),
     ],
-    ids=["ready first", "whole samples", "two steps a version", "a host copy"],
+    ids=["ready first", "whole samples", "two steps a version", "a host copy", "two shards"],
 )
 def test_processes_may_die_in_every_mode(start, tmp_path, mode, held_to):
     steps = 20
@@ -345,6 +350,18 @@ def test_processes_may_die_in_every_mode(start, tmp_path, mode, held_to):
         run.kill(kind)
     assert run.wait() == 0, run.text
     audit(tmp_path / "run", [BATCH] * steps, **held_to)
+
+
+@pytest.mark.faults
+def test_a_run_is_resumed_with_another_number_of_shards(start, tmp_path):
+    for shards, steps in ((2, 4), (1, 8), (2, 12)):
+        run = start("trainer.total_steps=14", *SHARDS, f"rollout.shards={shards}")
+        run.until_trained(steps)
+        run.process.kill()
+        run.process.wait()
+    run = start("trainer.total_steps=14")
+    assert run.wait() == 0, run.text
+    audit(tmp_path / "run", [BATCH] * 14)
 
 
 # -- the long form -----------------------------------------------------------------------------------------------------

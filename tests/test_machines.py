@@ -1,6 +1,9 @@
 """A run over several machines: network namespaces with slow cables, and a Ray node in each."""
 
+import json
 import signal
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -74,3 +77,27 @@ def test_a_machine_dies_and_another_joins_late(tmp_path, count):
         finally:
             run.close()
     assert asyncrl.cli.ledger.main([str(folder)]) == 0  # all groups add up
+
+
+def test_weights_come_in_over_each_cable_once_for_all_replicas_of_a_machine():
+    mib, replicas = (
+        48,
+        {f"replica/{i}": ADDRESSES[1 + i % 2] for i in range(6)},
+    )  # neighbours by name are on two machines
+    program = [sys.executable, "-m", "tests.support.over_cables"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with closing(Machines(0, spare=3, mbit=MBIT)) as machines:
+        sender = subprocess.Popen(machines.command(*program, "send", HEAD, str(mib), *replicas), **pipes)
+        address = sender.stdout.readline()
+        assert json.loads(address)["host"] == HEAD
+        readers = [
+            subprocess.Popen(machines.command(*program, "read", name, address, address=there), **pipes)
+            for name, there in replicas.items()
+        ]
+        assert [reader.stdout.readline() for reader in readers] == ["connected\n"] * 6
+        before = {there: machines.received(there) for there in ADDRESSES[1:3]}
+        sender.communicate("go\n", timeout=120)
+        assert [int(reader.communicate(timeout=120)[0]) for reader in readers] == [mib << 20] * 6
+        assert sender.returncode == 0
+        for there, earlier in before.items():
+            assert (machines.received(there) - earlier) / (mib << 20) == pytest.approx(1, abs=0.1)

@@ -24,7 +24,7 @@ from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.group_state import GroupTable, QueueError
 from asyncrl.sample_queue.journal import Journal
-from asyncrl.sample_queue.messages import Drop, Refusal, Snapshot, Ticket
+from asyncrl.sample_queue.messages import Admitted, Drop, Refusal, Snapshot, Ticket
 from asyncrl.sample_queue.records import IN_FLIGHT, LEASED, QUEUED, TRAINED, JournalError
 from asyncrl.sample_queue.schedule import Schedule
 from asyncrl.sample_queue.versions import VersionTable
@@ -113,7 +113,7 @@ class Made:
 
     @property
     def ticket(self) -> Ticket:
-        return Ticket(self.uid, self.uid, 0)
+        return Ticket(self.uid, self.uid, 0, int(self.uid[1:]))
 
 
 @dataclass(frozen=True)
@@ -233,12 +233,12 @@ class History:
         uids = [*self.again, *(f"g{i}" for i in range(new, new + 4))][: count or self.random.randint(1, 4)]
         places = {uid: i for i, uid in enumerate(self.uids(IN_FLIGHT, QUEUED, LEASED), start=self.trained)}
         front = len(places) + self.trained
-        startable = 0
+        start: list[str] = []
         numbers = {uid: self.made[uid].number for uid in self.uids(IN_FLIGHT, QUEUED)}
         for uid in uids:
             if uid in self.again and uid not in self.live:
-                admitted = True
-            elif uid not in places:
+                continue
+            if uid not in places:
                 admitted = self.may_start(front)
                 front += 1
             elif (self.setting.order, self.setting.overdue) != ("ready_first", "wait"):
@@ -248,17 +248,17 @@ class History:
                 admitted = numbers[uid] == before or self.all_in_time(numbers.values())
             if not admitted:
                 break
-            startable += 1
-        tickets = [Ticket(uid, uid, 0) for uid in uids]
-        if not startable:
-            await self.must_wait(self.queue.issue(tickets))
+            start.append(uid)
+        passed = [uid for uid in uids if uid in self.again and uid not in self.live]
+        tickets = [Ticket(uid, uid, 0, int(uid[1:])) for uid in uids]
+        if not (start or passed):
+            await self.must_wait(self.queue.issue(tickets, len(tickets)))
             return False
-        assert await self.call("issue", tickets) == startable
-        for uid in uids[:startable]:
+        issued = new + sum(uid not in self.live for uid in start)
+        assert await self.call("issue", tickets, len(tickets)) == Admitted(start, passed, issued)
+        self.again = [uid for uid in self.again if uid not in passed]
+        for uid in start:
             spans = [self.random.choice(list(self.served))]
-            if uid in self.again and uid not in self.live:
-                self.again.remove(uid)
-                continue
             if uid not in self.live:
                 self.made[uid], self.live[uid] = Made(uid, self.oldest.number, spans), IN_FLIGHT
                 continue
@@ -447,7 +447,7 @@ class History:
         for uid in [*(self.held or []), *(uid for batch in self.weights[back.step :] for uid in batch)]:
             self.live[uid] = QUEUED
         self.weights, self.held = self.weights[: back.step], None
-        await self.must_wait(self.queue.issue([Ticket("before the next version", "", 0)]))
+        await self.must_wait(self.queue.issue([Ticket("before the next version", "", 0, len(self.made))], 1))
         self.check()
         same = self.setting == back.setting
         self.changed |= not same
@@ -470,7 +470,7 @@ class History:
         """The process is killed before it answers the last call, which is repeated."""
         self.start_queue()
         method, args, answer = self.last or (None, (), None)
-        if method == "issue" and not all(ticket.uid in self.live for ticket in args[0][:answer]):
+        if method == "issue" and not all(uid in self.live for uid in answer.started):
             return True  # a group was dropped since; the caller learns of it before it repeats the call
         if method is not None:
             again = await self.call(method, *args)

@@ -12,6 +12,7 @@ from asyncrl.rollouter.engine_lease import EngineLease, LeasedEngine
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
+from asyncrl.sample_queue.messages import Holder
 from asyncrl.simulation.records import InMemoryRecords
 from asyncrl.types.versions import PolicyVersion
 from tests.support.scripted import ScriptedReplica
@@ -36,7 +37,7 @@ async def rollouter(inputs, monkeypatch, replica=None):
         InMemoryRecords(),
         vocab_size=ModelConfig.load(config.model.path).vocab_size,
     )
-    actor = RollouterActor.__ray_metadata__.modified_class(config, 40, None, {}, fencing_token=1)
+    actor = RollouterActor.__ray_metadata__.modified_class(config, "rollouter", 40, None, {}, Holder(token=1))
     actor._queue, actor._replicas = queue, {"replica": replica}
     await actor.start()
     try:

@@ -17,7 +17,7 @@ from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.rollouter.loop import RolloutLoop
 from asyncrl.rollouter.partial import PartialSample, pack, unpack
 from asyncrl.rollouter.validation import ROUNDS
-from asyncrl.sample_queue.messages import Drop, InFlight, Recovery, Snapshot
+from asyncrl.sample_queue.messages import Drop, InFlight, Recovery, Snapshot, Ticket
 from asyncrl.simulation.records import InMemoryRecords
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason
@@ -338,7 +338,7 @@ async def test_overdue_groups_are_cancelled_and_neither_put_nor_dropped(inputs):
 async def test_groups_of_other_prompt_files_are_refused(inputs):
     async with System(inputs, judge, *EPOCH) as system:
         with pytest.raises(DataError, match=r"e0-000003 was issued for prompt elsewhere:7, .* the first run"):
-            await system.loop.run(Recovery(None, [InFlight("e0-000003", "elsewhere:7", 0, None)]))
+            await system.loop.run(Recovery(0, None, [InFlight(Ticket("e0-000003", "elsewhere:7", 0, 0), [])]))
 
 
 @pytest.mark.parametrize("lineage", [0, 1])

@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import itertools
 from fractions import Fraction
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -12,7 +14,18 @@ from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.group_state import QueueError
 from asyncrl.sample_queue.journal import Journal
 from asyncrl.sample_queue.ledger import FILE, reading
-from asyncrl.sample_queue.messages import Drop, InFlight, Issued, Recovery, Refusal, Snapshot, Ticket
+from asyncrl.sample_queue.messages import (
+    ONLY,
+    Admitted,
+    Drop,
+    Holder,
+    InFlight,
+    Issued,
+    Recovery,
+    Refusal,
+    Snapshot,
+    Ticket,
+)
 from asyncrl.sample_queue.records import JournalError
 from asyncrl.simulation.records import InMemoryRecords
 from asyncrl.types.groups import Group
@@ -28,7 +41,7 @@ def queue(per_version=2, threshold="0", total=100, records=None, order="fifo", o
 
 
 async def started(q: SampleQueue, uids: str) -> None:
-    assert await q.issue(tickets(uids)) == len(uids)
+    assert await begin(q, uids) == len(uids)
 
 
 async def trained(q: SampleQueue, step: int, count: int) -> str:
@@ -38,8 +51,21 @@ async def trained(q: SampleQueue, step: int, count: int) -> str:
     return "".join(g.uid for g in lease.groups)
 
 
-def tickets(uids) -> list[Ticket]:
-    return [Ticket(uid, uid, 0) for uid in uids]
+def tickets(uids, first: int = 0) -> list[Ticket]:
+    """``first``: place of the first one."""
+    return [Ticket(uid, uid, 0, place) for place, uid in enumerate(uids, start=first)]
+
+
+_places: WeakKeyDictionary[SampleQueue, dict[str, int]] = WeakKeyDictionary()  # of the groups that `begin` has started
+
+
+async def begin(q: SampleQueue, uids, holder: Holder = ONLY) -> int:
+    """Issue groups: those that were started before, and new ones, which come next in the run. How many have started."""
+    known, next_place = _places.setdefault(q, {}), itertools.count(q.balance()["issued"])
+    asked = [Ticket(uid, uid, 0, known[uid] if uid in known else next(next_place)) for uid in uids]
+    admitted = await q.issue(asked, len(asked), holder)
+    known |= {ticket.uid: ticket.place for ticket in asked if ticket.uid in admitted.started}
+    return len(admitted.started)
 
 
 async def waits(coroutine) -> asyncio.Task:
@@ -53,7 +79,7 @@ async def waits(coroutine) -> asyncio.Task:
 
 async def test_nothing_starts_before_the_first_version():
     q = queue()
-    task = await waits(q.issue(tickets(["a"])))
+    task = await waits(begin(q, ["a"]))
     await q.publish(PolicyVersion(0, 0))
     assert await task == 1
 
@@ -61,8 +87,8 @@ async def test_nothing_starts_before_the_first_version():
 async def test_threshold_zero_admits_one_version_of_groups():
     q = queue(per_version=2)
     await q.publish(PolicyVersion(0, 0))
-    assert await q.issue(tickets(["a", "b", "c"])) == 2
-    more = await waits(q.issue(tickets(["c"])))
+    assert await begin(q, ["a", "b", "c"]) == 2
+    more = await waits(begin(q, ["c"]))
     await q.put([payload("b", 0), payload("a", 0)])
     leased, buffers = await q.lease(1, 2)
     assert [g.uid for g in leased.groups] == ["a", "b"]  # the order of issue, not of arrival
@@ -76,8 +102,8 @@ async def test_threshold_zero_admits_one_version_of_groups():
 async def test_a_dropped_group_frees_its_place_at_once():
     q = queue(per_version=1)
     await q.publish(PolicyVersion(0, 0))
-    await q.issue(tickets(["a"]))
-    refill = await waits(q.issue(tickets(["b"])))
+    await begin(q, ["a"])
+    refill = await waits(begin(q, ["b"]))
     await q.drop([Drop("a", "zero_variance")])
     assert await refill == 1
     assert (await q.stats())["fully_async/dropped/zero_variance"] == 1
@@ -86,7 +112,7 @@ async def test_a_dropped_group_frees_its_place_at_once():
 async def test_a_straggler_holds_back_the_groups_behind_it():
     q = queue(per_version=3, threshold="1")
     await q.publish(PolicyVersion(0, 0))
-    await q.issue(tickets(["slow", "b", "c"]))
+    await begin(q, ["slow", "b", "c"])
     await q.put([payload("b", 0), payload("c", 0)])
     lease = await waits(q.lease(1, 2))
     await q.put([payload("slow", 0)])
@@ -96,7 +122,7 @@ async def test_a_straggler_holds_back_the_groups_behind_it():
 async def test_a_released_lease_returns_in_order():
     q = queue(per_version=3, threshold="1")
     await q.publish(PolicyVersion(0, 0))
-    await q.issue(tickets(["a", "b", "c"]))
+    await begin(q, ["a", "b", "c"])
     await q.put([payload(u, 0) for u in "abc"])
     await q.lease(1, 2)
     await q.release(1)
@@ -135,7 +161,7 @@ async def test_an_abandoned_step_takes_no_group_even_by_a_lease_that_waits():
 async def test_untrained_groups_stay_for_a_run_that_resumes():
     q = queue(per_version=3, threshold="1")
     await q.publish(PolicyVersion(0, 0))
-    await q.issue(tickets(["a", "b", "c", "d"]))
+    await begin(q, ["a", "b", "c", "d"])
     await q.put([payload(u, 0) for u in "abc"])
     await q.lease(1, 1)
     await q.trained(1)
@@ -148,18 +174,18 @@ async def test_untrained_groups_stay_for_a_run_that_resumes():
 async def test_the_run_issues_no_more_than_it_trains():
     q = queue(per_version=4, threshold="9", total=5)
     await q.publish(PolicyVersion(0, 0))
-    assert await q.issue(tickets(map(str, range(9)))) == 5
+    assert await begin(q, map(str, range(9))) == 5
 
 
 async def test_closing_wakes_all_waiting_calls():
     q = queue()
-    issue = await waits(q.issue(tickets(["a"])))
+    issue = await waits(begin(q, ["a"]))
     lease = await waits(q.lease(1, 1))
     await q.close("the end")
     assert await issue == 0
     assert (await lease)[0].closed == "the end"
     broken = queue()
-    issue = await waits(broken.issue(tickets(["a"])))
+    issue = await waits(begin(broken, ["a"]))
     await broken.close("rank 1 died", failed=True)
     with pytest.raises(QueueError, match="rank 1 died"):
         await issue
@@ -168,14 +194,14 @@ async def test_closing_wakes_all_waiting_calls():
 async def test_an_illegal_call_is_refused_with_the_group_and_its_state():
     q = queue()
     await q.publish(PolicyVersion(0, 0))
-    await q.issue(tickets(["a"]))
+    await begin(q, ["a"])
     with pytest.raises(QueueError, match="group b is unknown, expected in_flight"):
         await q.put([payload("b", 0)])
     await q.put([payload("a", 0)])
     with pytest.raises(QueueError, match="group a is queued"):
         await q.drop([Drop("a", "late")])
-    with pytest.raises(QueueError, match="issued before and is queued"):
-        await q.issue(tickets(["a"]))
+    with pytest.raises(QueueError, match="group c has place 2, expected 1"):
+        await q.issue(tickets("c", 2), 1)
     with pytest.raises(QueueError, match="step 7 has no lease"):
         await q.trained(7)
     await q.publish(PolicyVersion(0, 1))
@@ -187,10 +213,10 @@ async def test_acknowledged_calls_are_in_the_ledger(tmp_path):
     journal = Journal(tmp_path)
     q = queue(per_version=2, records=journal)
     await q.publish(PolicyVersion(0, 0))
-    await q.issue(tickets(["a", "b"]))
+    await begin(q, ["a", "b"])
     await q.put([payload("a", 0)])
     await q.drop([Drop("b", "zero_variance")])
-    await q.issue(tickets(["c"]))
+    await begin(q, ["c"])
     found = journal.recover()
     assert [(g.uid, g.state) for g in found.groups] == [("a", "queued"), ("c", "in_flight")]
     assert (found.issued, found.dropped, found.version) == (3, {"zero_variance": 1}, (0, 0))
@@ -269,7 +295,7 @@ async def test_a_restarted_queue_recovers_its_state_and_every_call_may_be_repeat
         return answer
 
     await twice("publish", PolicyVersion(0, 0))
-    assert await twice("issue", tickets("abcdefgh")) == 6
+    assert await twice("issue", tickets("abcdefgh"), 8) == Admitted(list("abcdef"), [], 6)
     await twice("put", [payload(u, 0) for u in "bcd"])
     await twice("drop", [Drop("a", "zero_variance")])
     lease, payloads = await twice("lease", 1, 3)
@@ -287,7 +313,7 @@ async def test_a_restarted_queue_recovers_its_state_and_every_call_may_be_repeat
 
 async def test_a_restarted_rollouter_gets_the_groups_in_flight_and_the_last_uid():
     q = queue(per_version=4)
-    assert await q.recover() == Recovery(None, [])
+    assert await q.recover() == Recovery(0, None, [])
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abcd")
     await q.snapshot([Snapshot("c", 0, 0, b"c0"), Snapshot("b", 0, 0, b"half of b")])
@@ -296,7 +322,8 @@ async def test_a_restarted_rollouter_gets_the_groups_in_flight_and_the_last_uid(
     await q.drop([Drop("d", "zero_variance")])
     await q.snapshot([Snapshot("b", 0, 0, b"too late")])
     found = await q.recover()
-    assert found == Recovery("d", [InFlight("a", "a", 0, []), InFlight("c", "c", 0, [b"c0", b"c1"])])
+    a, _, c, _ = tickets("abcd")
+    assert found == Recovery(4, "d", [InFlight(a, []), InFlight(c, [b"c0", b"c1"])])
 
 
 async def test_a_restarted_rollouter_may_ask_for_all_groups_that_were_ever_issued(tmp_path):
@@ -337,31 +364,108 @@ async def test_a_group_that_is_chosen_late_asks_for_room_first():
 async def test_calls_of_a_rollouter_that_was_replaced_are_refused_even_those_that_wait(tmp_path):
     journal = Journal(tmp_path)
     q = queue(per_version=2, records=journal)
-    await q.recover(1)
+    await q.recover(Holder(0, 1))
     await q.publish(PolicyVersion(0, 0))
-    assert await q.issue(tickets("ab"), 1) == 2
-    waiting = [asyncio.create_task(q.issue(tickets("c"), 1)), asyncio.create_task(q.overdue(1))]
+    assert await begin(q, "ab", Holder(0, 1)) == 2
+    waiting = [asyncio.create_task(begin(q, "c", Holder(0, 1))), asyncio.create_task(q.overdue(Holder(0, 1)))]
     await settle()
-    assert [g.uid for g in (await q.recover(2)).in_flight] == ["a", "b"]
+    assert [g.uid for g in (await q.recover(Holder(0, 2))).in_flight] == ["a", "b"]
     late = [
-        q.put([payload("a", 0)], 1),
-        q.drop([Drop("b", "failed")], 1),
-        q.issue(tickets("d"), 1),
-        q.recover(1),
-        q.room(1, 1),
+        q.put([payload("a", 0)], Holder(0, 1)),
+        q.drop([Drop("b", "failed")], Holder(0, 1)),
+        begin(q, "d", Holder(0, 1)),
+        q.recover(Holder(0, 1)),
+        q.room(1, Holder(0, 1)),
+        q.end("the prompts ended", Holder(0, 1)),
     ]
-    late.append(q.snapshot([Snapshot("a", 0, 0, b"late")], 1))
+    late.append(q.snapshot([Snapshot("a", 0, 0, b"late")], Holder(0, 1)))
     for call in [*waiting, *late]:
         with pytest.raises(QueueError, match="a call of rollouter 1 came after rollouter 2 had taken over"):
             await asyncio.wait_for(call, 30)
-    assert await q.issue(tickets("ab"), 2) == 2
+    assert await begin(q, "ab", Holder(0, 2)) == 2
     await journal.close()
     q = queue(per_version=2, records=(journal := Journal(tmp_path)))  # a restarted queue knows its holder
     with pytest.raises(QueueError, match="rollouter 2 had taken over"):
-        await q.put([payload("a", 0)], 1)
-    assert await q.put([payload("a", 0)], 2) == []
+        await q.put([payload("a", 0)], Holder(0, 1))
+    assert await q.put([payload("a", 0)], Holder(0, 2)) == []
     assert q.balance()["queued"] == 1
     await journal.close()
+
+
+async def test_shards_take_the_groups_of_one_order_and_each_gets_its_own_back(tmp_path):
+    journal = Journal(tmp_path)
+    q = queue(per_version=8, records=journal, shards=2)
+    one, two = Holder(0, 1), Holder(1, 2)
+    for holder in (one, two):
+        assert await q.recover(holder) == Recovery(0, None, [])
+    await q.publish(PolicyVersion(0, 0))
+    assert await q.issue(tickets("abcd"), 2, one) == Admitted(["a", "b"], [], 2)
+    # the other one does not know of these yet
+    assert await q.issue(tickets("abcd"), 2, two) == Admitted(["c", "d"], ["a", "b"], 4)
+    assert await q.issue(tickets("cd", 2), 2, one) == Admitted([], ["c", "d"], 4)
+    with pytest.raises(QueueError, match="group f has place 5, expected 4"):
+        await q.issue(tickets("f", 5), 1, one)
+    assert await q.issue(tickets("efg", 4), 3, one) == Admitted(["e", "f", "g"], [], 7)
+    assert await q.issue(tickets("cdefgh", 2), 9, two) == Admitted(
+        ["c", "d", "h"], ["e", "f", "g"], 8
+    )  # repeats a call
+    await journal.close()
+
+    q = queue(per_version=8, records=(journal := Journal(tmp_path)), shards=2)
+    found = await q.recover(Holder(1, 3))
+    assert (found.issued, found.last_uid, [g.uid for g in found.in_flight]) == (8, "h", ["c", "d", "h"])
+    with pytest.raises(QueueError, match="a call of rollouter 2 came after rollouter 3 had taken over"):
+        await q.put([payload("c", 0)], two)
+    assert await q.put([payload("a", 0)], one) == []  # this one goes on
+    waiting = await waits(q.issue(tickets("ij", 8), 2, one))  # the budget is that of all shards
+    await q.drop([Drop("c", "zero_variance")], Holder(1, 3))
+    assert await waiting == Admitted(["i"], [], 9)
+    await journal.close()
+
+
+async def test_a_run_resumed_with_fewer_shards_divides_the_groups_of_the_others(tmp_path):
+    records = InMemoryRecords()
+    q = queue(per_version=6, records=records, shards=3)
+    await q.publish(PolicyVersion(0, 0))
+    for shard, uids in enumerate(("ab", "cd", "ef")):
+        await q.issue(tickets(uids, 2 * shard), 2, Holder(shard))
+    q = queue(per_version=6, records=records, shards=2)
+    of = {shard: "".join(g.uid for g in (await q.recover(Holder(shard, 1))).in_flight) for shard in range(2)}
+    assert of == {0: "abef", 1: "cd"}
+    await q.issue(tickets("ef", 4), 2, Holder(0, 1))
+    q = queue(per_version=6, records=records, shards=3)
+    assert (await q.recover(Holder(2, 2))).in_flight == []
+
+
+async def test_each_shard_hears_of_its_own_overdue_groups():
+    q = queue(per_version=1, threshold="1", order="ready_first", overdue="drop", shards=2)
+    await q.publish(PolicyVersion(0, 0))
+    await q.issue(tickets("a"), 1, Holder(0))
+    await q.issue(tickets("b", 1), 1, Holder(1))
+    heard = [await waits(q.overdue(Holder(shard))) for shard in range(2)]
+    for step in (1, 2):
+        await q.put([payload("bc"[step - 1], step - 1)], Holder(1))
+        await trained(q, step, 1)
+        await q.publish(PolicyVersion(0, step))
+        if step == 1:
+            await q.issue(tickets("c", 2), 1, Holder(1))
+    assert await heard[0] == ["a"]
+    assert not heard[1].done()
+    await q.close("the end")
+    assert await heard[1] == []
+
+
+async def test_the_prompts_end_when_no_shard_has_a_group_in_flight():
+    q = queue(per_version=2, shards=2)
+    await q.publish(PolicyVersion(0, 0))
+    await q.issue(tickets("a"), 1, Holder(0))
+    await q.issue(tickets("b", 1), 1, Holder(1))
+    await q.put([payload("a", 0)], Holder(0))
+    ending = await waits(q.end("the prompts ended", Holder(0)))
+    await q.put([payload("b", 0)], Holder(1))
+    await ending
+    assert [g.uid for g in (await q.lease(1, 2))[0].groups] == ["a", "b"]
+    assert (await q.lease(2, 1))[0].closed == "the prompts ended"
 
 
 async def test_skipped_groups_are_dropped_wherever_they_are(tmp_path):
@@ -384,10 +488,10 @@ async def test_a_closed_queue_stays_closed_over_a_restart_until_a_rollback():
     await q.publish(PolicyVersion(0, 0))
     await q.close("the prompts ended")
     restarted = queue(records=records)
-    assert await restarted.issue(tickets("a")) == 0
+    assert await begin(restarted, "a") == 0
     await restarted.rollback(0)
     await restarted.publish(PolicyVersion(1, 0))
-    assert await restarted.issue(tickets("a")) == 1
+    assert await begin(restarted, "a") == 1
 
 
 async def test_the_first_reason_to_close_stays_and_a_failure_is_permanent():
@@ -415,7 +519,7 @@ async def test_a_rollback_returns_groups_in_order_and_nothing_starts_before_the_
     await q.lease(3, 1)
     assert await q.rollback(1) == PolicyVersion(0, 1)
     assert q.balance() == {"issued": 6, "trained": 2, "dropped": 0, "in_flight": 0, "queued": 4, "leased": 0}
-    issue = await waits(q.issue(tickets("ghi")))
+    issue = await waits(begin(q, "ghi"))
     await q.publish(PolicyVersion(1, 0), 0)
     assert not issue.done()  # groups that started under 0.1 use up 1.0's budget
     assert await trained(q, 2, 4) == "cdef"
@@ -433,7 +537,7 @@ async def test_after_a_rollback_a_group_in_flight_waits_for_its_place():
     await started(q, "cd")
     await q.rollback(0)
     await q.publish(PolicyVersion(1, 0), 0)
-    again = await waits(q.issue(tickets("cd")))
+    again = await waits(begin(q, "cd"))
     assert await trained(q, 1, 2) == "ab"
     assert not again.done()  # under 1.0 it would be one version too old
     await q.publish(PolicyVersion(1, 1))
@@ -456,7 +560,7 @@ async def test_a_group_issued_while_a_rollback_is_written_waits_for_the_next_ver
     await started(q, "ab")
     back = asyncio.create_task(q.rollback(0))
     await asyncio.sleep(0)
-    issue = asyncio.create_task(q.issue(tickets("c")))
+    issue = asyncio.create_task(begin(q, "c"))
     await back
     await q.publish(PolicyVersion(1, 0))
     assert await issue == 1
@@ -562,7 +666,7 @@ async def test_mask_returns_the_first_version_fresh_enough_to_train():
         await q.put([payload(uid, step - 1)])
         assert await trained(q, step, 1) == uid
         await q.publish(PolicyVersion(0, step))
-        await q.issue(tickets("cde"[step - 1 :]))
+        await begin(q, "cde"[step - 1 :])
     await q.put([payload("a", 0, 1, 2)])
     lease, _ = await q.lease(4, 1)
     assert ([g.uid for g in lease.groups], lease.mask_before) == (["a"], 2)
@@ -605,7 +709,7 @@ async def test_a_group_dropped_as_overdue_before_a_crash_is_not_issued_as_a_new_
     records = InMemoryRecords()
     q = queue(per_version=1, threshold="1", order="ready_first", overdue="drop", records=records)
     await q.publish(PolicyVersion(0, 0))
-    await q.issue(tickets(["a", "b"]))
+    await begin(q, ["a", "b"])
     for step in (1, 2):
         uid = "bc"[step - 1]
         await q.put([payload(uid, step - 1)])
@@ -613,10 +717,10 @@ async def test_a_group_dropped_as_overdue_before_a_crash_is_not_issued_as_a_new_
         await q.trained(step)
         await q.publish(PolicyVersion(0, step))
         if step == 1:
-            await q.issue(tickets(["c"]))
+            await begin(q, ["c"])
     assert q.balance()["dropped"] == 1  # a; the rollouter does not know yet
     again = queue(per_version=1, threshold="1", order="ready_first", overdue="drop", records=records)
-    assert await again.issue(tickets(["a", "d"])) == 2
+    assert await again.issue([*tickets("a"), *tickets("d", 3)], 2) == Admitted(["d"], ["a"], 4)
     assert again.balance() == {"issued": 4, "trained": 2, "dropped": 1, "in_flight": 1, "queued": 0, "leased": 0}
 
 
@@ -642,7 +746,7 @@ async def test_during_a_rolling_update_a_group_counts_from_the_oldest_version_th
     await q.put([payload(u, 0) for u in "ab"])
     await trained(q, 1, 2)
     await q.publish(PolicyVersion(0, 1), rolling=True)
-    issue = await waits(q.issue(tickets("c")))  # it may start on a replica that still serves 0.0
+    issue = await waits(begin(q, "c"))  # it may start on a replica that still serves 0.0
     await q.retire_before(PolicyVersion(0, 1))
     assert await issue == 1
 
@@ -656,10 +760,10 @@ async def test_a_queue_restarted_during_a_rolling_update_still_counts_from_the_o
     await trained(q, 1, 1)
     await q.publish(PolicyVersion(0, 1), rolling=True)
     q = queue(per_version=1, threshold="0", records=records)
-    issue = await waits(q.issue(tickets("b")))
+    issue = await waits(begin(q, "b"))
     await q.retire_before(PolicyVersion(0, 1))
     assert await issue == 1
-    assert await queue(per_version=1, threshold="0", records=records).issue(tickets("b")) == 1
+    assert await begin(queue(per_version=1, threshold="0", records=records), "b") == 1
 
 
 # -- acceptance --------------------------------------------------------------------------------------------------------
@@ -728,7 +832,8 @@ async def test_attempts_survive_a_restart_and_a_repeated_call_counts_once(tmp_pa
     await journal.close()
     q = queue(records=(journal := Journal(tmp_path)))  # died before the answer arrived
     assert await q.put([damaged("a", logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", 1)]
-    assert await q.recover() == Recovery("b", [InFlight("a", "a", 0, [], 1), InFlight("b", "b", 0, [], 0)])
+    a, b = tickets("ab")
+    assert await q.recover() == Recovery(2, "b", [InFlight(a, [], 1), InFlight(b, [], 0)])
     assert await q.put([damaged("a", 1, logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", 2)]
     assert await q.put([damaged("a", 2, logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", None)]
     assert (await q.stats())["fully_async/dropped/poison"] == 1

@@ -86,6 +86,16 @@ async def test_replicas_join_and_leave_on_request(folder, config):
     assert not list((folder / "scaling").iterdir())
 
 
+async def test_each_shard_keeps_a_replica(folder, config):
+    world = World("replica/0", "replica/2", "replica/3")  # replica/1, the oldest one of the second shard, is lost
+    assert await scale(world, config("rollout.shards=2", "rollout.replicas=4"), folder, 1, 2) == [
+        "replicas: expected at least 2, one for each of 2 rollout.shards; found 1",
+        "removing replica/2",
+        "the run has 2 replicas",
+    ]
+    assert world.replica_names == ["replica/0", "replica/3"]
+
+
 async def test_what_cannot_be_scaled_is_refused_in_one_line(folder, config, tmp_path):
     world = World("replica/0")
     assert await scale(world, config(), folder, 0, 9) == [

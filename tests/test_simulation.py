@@ -246,14 +246,27 @@ def test_more_replicas_generate_faster_until_training_binds():
     assert found[2].advice().startswith(("training is the bottleneck", "the pools are balanced"))
 
 
-def test_replicas_that_die_cost_time_and_no_group():
-    options = config("async_training.staleness_threshold=1", "rollout.replicas=4", "supervision.max_restarts=50")
+@pytest.mark.parametrize("threshold", ["0", "0.5", "2"])
+def test_shards_are_as_fast_as_one_rollouter(threshold):
+    pools = f"async_training.staleness_threshold={threshold}", "rollout.replicas=16", "trainer.mini_batch_groups=64"
+    of = profile(20, 60, 150)
+    one, two = (simulate(config(*pools, f"rollout.shards={shards}"), of) for shards in (1, 2))
+    assert two.steps[-1].metrics["fully_async/count/trained"] == 8 * 64
+    assert two.figures()["step_s"] == pytest.approx(one.figures()["step_s"], rel=0.05)
+    assert max(step.metrics["fully_async/staleness/max"] for step in two.steps) <= np.ceil(float(threshold))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_replicas_that_die_cost_time_and_no_group(shards):
+    more = f"rollout.shards={shards}", "supervision.max_restarts=50"
+    options = config("async_training.staleness_threshold=1", "rollout.replicas=4", *more)
     of = profile(100, 200, 400)
     lasting, none, *mortal = (
         simulate(options, of, deaths=deaths)
         for deaths in (None, Deaths(after_s=1e9, start_s=5), *[Deaths(after_s=10, start_s=2)] * 2)
     )
-    assert none.figures() == lasting.figures()
+    if shards == 1:  # else shards ask in another order
+        assert none.figures() == lasting.figures()
     one, two = (run.figures() for run in mortal)
     assert one == two
     assert one["deaths"] > 2

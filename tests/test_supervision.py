@@ -13,7 +13,8 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.processes.actor_client import ActorBroken, ActorDied, ActorStartFailed, Preempted, RestartableClient
 from asyncrl.processes.device_errors import is_device_error
-from asyncrl.run.restartable import RestartableRanks, RestartableRollouter
+from asyncrl.run.restartable import RestartableRanks, RestartableRollouters
+from asyncrl.run.rollouters import Rollouters, shard_names
 from asyncrl.run.supervision import DiedTooOften, DiskStalled, NotStarted, RestartPolicy, Supervisor
 
 
@@ -63,7 +64,7 @@ class World:
     """Fake cluster and sync coordinator; logs the supervisor's calls. ``starts``: for each of an actor's next starts,
     an exception to raise or an event to wait for; any other start succeeds at once."""
 
-    def __init__(self, names=("replica/0", "replica/1")) -> None:
+    def __init__(self, names=("replica/0", "replica/1"), shards=1) -> None:
         self.replica_names = list(names)
         self.replicas: dict[str, Replica] = {}
         self.sessions = self.replicas
@@ -76,8 +77,12 @@ class World:
         self._joined: dict[str, Replica] = {}
         self.fleet = SimpleNamespace(sessions=self._joined)
         self.queue = RestartableClient(None, "queue", once=lambda handle, name: handle)
-        self.endpoint: RestartableClient | None = None
-        self.rollouter = SimpleNamespace(
+        self.endpoints: list[RestartableClient] = []
+        self.rollouters = Rollouters([self._shard(name) for name in shard_names("rollouter", shards)])
+
+    def _shard(self, name):
+        return SimpleNamespace(
+            name=name,
             once=None,
             unfit=self._unfit,
             replace_queue=self._replace_queue,
@@ -116,13 +121,14 @@ class World:
         await self._start("queue")
         self.queue.replace(Queue("queue"))
 
-    async def start_endpoint(self):
-        await self._start("endpoint")
-        self.endpoint.replace(Replica("endpoint"))
+    async def start_endpoint(self, shard):
+        await self._start(self.endpoints[shard].name)
+        self.endpoints[shard].replace(Replica(self.endpoints[shard].name))
 
-    async def start_rollouter(self, routable):
-        await self._start("rollouter")
-        self.rollouter.once = Rollouter("rollouter", self.log)
+    async def start_rollouter(self, shard, routable):
+        client = self.rollouters.shards[shard]
+        await self._start(client.name)
+        client.once = Rollouter(client.name, self.log)
 
     async def start_replica(self, name):
         await self._start(name)
@@ -192,15 +198,15 @@ class Run:
 
     def __init__(self, world: World, **options) -> None:
         self.supervisor = supervisor(world, **options)
-        self.rollouter = RestartableRollouter(world, self.supervisor, world.routable)
+        self.rollouters = RestartableRollouters(world, self.supervisor, world.routable)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.rollouter.run())
+            tasks.create_task(self.rollouters.run())
             tasks.create_task(self.supervisor.run())
 
     async def started(self) -> None:
-        await self.rollouter.started()
+        await self.rollouters.started()
         await self.supervisor.started()
 
 
@@ -300,13 +306,26 @@ async def test_a_run_goes_on_without_an_added_replica_that_does_not_start(caplog
     await asyncio.wait([running])
 
 
+async def test_a_shard_without_a_replica_ends_the_run():
+    world = World(names=("replica/0", "replica/1", "replica/2"), shards=2)  # the second shard has only replica/1
+    async with started(world, max_restarts=0) as running:
+        world.replicas["replica/0"].death.set()
+        await until(lambda: "removed replica/0" in world.log)
+        world.replicas["replica/1"].death.set()
+        with pytest.raises(ExceptionGroup) as raised:
+            await asyncio.wait_for(running, 10)
+    assert raised.group_contains(DiedTooOften, match="replica/1 died")
+
+
 async def test_a_dead_endpoint_is_restarted_and_the_rollouter_gets_the_new_one():
-    world = World()
-    world.endpoint = RestartableClient(None, "endpoint", once=lambda handle, name: handle)
+    world = World(shards=2)
+    names = shard_names("endpoint", 2)
+    world.endpoints = [RestartableClient(None, name, once=lambda handle, name: handle) for name in names]
     async with started(world):
-        await until(lambda: world.of("endpoint") == ["starting endpoint", "replaced endpoint"])
-        world.endpoint.handle.death.set()
-        await until(lambda: world.of("endpoint") == ["starting endpoint", "replaced endpoint"] * 2)
+        await until(lambda: world.of("endpoint/0") == ["starting endpoint/0", "replaced endpoint/0"])
+        world.endpoints[0].handle.death.set()
+        await until(lambda: world.of("endpoint/0") == ["starting endpoint/0", "replaced endpoint/0"] * 2)
+        assert world.of("endpoint/1") == ["starting endpoint/1", "replaced endpoint/1"]
 
 
 # -- the first start ---------------------------------------------------------------------------------------------------
@@ -349,7 +368,7 @@ async def test_a_queue_is_supervised_while_the_rollouter_does_not_answer():
     async def stopped(handle):
         await asyncio.Event().wait()
 
-    world.rollouter.replace_queue = stopped
+    world.rollouters.shards[0].replace_queue = stopped
     async with started(world):
         world.queue.handle.death.set()
         await until(lambda: len(world.of("starting queue")) == 2)
@@ -386,18 +405,19 @@ async def test_a_disk_that_does_not_complete_its_writes_ends_the_run(monkeypatch
     assert raised.group_contains(DiskStalled, match=r"not completed a write for 301 s \(supervision.disk_s is 300\)")
 
 
-async def test_no_group_starts_before_start_groups_and_the_rollouter_may_die_until_then():
-    world = World()
+async def test_no_group_starts_before_start_groups_and_a_rollouter_may_die_until_then():
+    world = World(shards=2)
     run = Run(world)
     running = asyncio.create_task(run.run())
     await asyncio.wait_for(run.started(), 10)
-    world.rollouter.once.death.set()
-    await until(lambda: len(world.of("starting rollouter")) == 2)
+    world.rollouters.shards[1].once.death.set()
+    await until(lambda: len(world.of("starting rollouter/1")) == 2)
     for _ in range(20):
         await asyncio.sleep(0)
     assert "rolling out" not in world.log
-    run.rollouter.start_groups()
-    await until(lambda: "rolling out" in world.log)
+    run.rollouters.start_groups()
+    await until(lambda: world.log.count("rolling out") == 2)
+    assert len(world.of("starting rollouter/0")) == 1
     running.cancel()
     await asyncio.wait([running])
 

@@ -64,7 +64,7 @@ def test_staleness_zero_equals_a_synchronous_loop_bit_for_bit(tmp_path, turns):
         "data.validation_files=[]",
         "reporting.wandb.mode=disabled",
         "reporting.report=false",
-        *(["rollout.agent_loop=tests.test_synchronous_equality:TwoTurns"] if turns == 2 else []),
+        *([f"rollout.agent_loop={__name__}:TwoTurns", "rollout.replicas=2", "rollout.shards=2"] if turns == 2 else []),
         f"rollout.max_response_tokens={12 * turns}",
     )
     ray_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")

@@ -112,7 +112,7 @@ async def test_a_step_that_ends_between_its_parts_gives_its_groups_back(end, tmp
     loop = TrainLoop(config, derived, queue, system, system, system, system, system, recorder, store)
     await loop.begin(None)
     running = asyncio.create_task(loop.run())
-    await queue.issue([Ticket(uid, uid, 0) for uid in "abcd"])
+    await queue.issue([Ticket(uid, uid, 0, place) for place, uid in enumerate("abcd")], 4)
     await queue.put([payload(uid, 0) for uid in "ac"])
     await asyncio.wait_for(system.trained.wait(), 60)
     await asyncio.sleep(0.05)  # it waits for b

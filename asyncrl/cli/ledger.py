@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrl.sample_queue.journal import newest_copy
 from asyncrl.sample_queue.ledger import FILE, LedgerError, read_meta, reading
-from asyncrl.sample_queue.records import STATES
+from asyncrl.sample_queue.records import HOLDER, STATES
 
 _LAST_VERSIONS = 10
 _BAR = 40  # characters
@@ -27,7 +27,7 @@ _OF_GROUPS = (
     ("reward", "reward", 3),
     ("success", "success", 3),
 )
-_HIDDEN_META = ("spool_segment", "spool_offset", "served_from", "holder", "driver_epoch")
+_HIDDEN_META = ("spool_segment", "spool_offset", "served_from", HOLDER, "driver_epoch")  # how their keys begin
 
 
 def balance(db: sqlite3.Connection) -> dict[str, int]:
@@ -41,7 +41,7 @@ def balance(db: sqlite3.Connection) -> dict[str, int]:
 
 def report(db: sqlite3.Connection) -> Iterator[str]:
     """Tables of the ledger, line by line."""
-    meta = {key: value for key, value in read_meta(db).items() if key not in _HIDDEN_META}
+    meta = {key: value for key, value in read_meta(db).items() if not key.startswith(_HIDDEN_META)}
     if meta:
         yield from _table("run", ["", ""], [[key, str(value)] for key, value in meta.items()])
     yield from _balance(db)

@@ -89,6 +89,11 @@ def problems(config: Config, cpus: int | None) -> Iterator[str]:
     yield from _speculation_problems(config)
     yield from _checkpoint_problems(config)
     yield from _file_problems(config)
+    if config.rollout.shards > 1 and config.data.curriculum.by:
+        yield (
+            "rollout.shards: a curriculum draws each prompt by all earlier answers, which no single shard has; "
+            f"expected 1, found {config.rollout.shards}"
+        )
     if cpus is not None:
         yield from _cpu_problems(config, cpus)
 

@@ -184,6 +184,7 @@ class RolloutConfig(Section):
     min_group_size: PositiveInt = 2  # a group with fewer samples left after failures is dropped
     replicas: PositiveInt = 1  # engine processes at the start, each with its own copy of the model
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
+    shards: PositiveInt = 1  # rollouter processes, each with its part of the replicas; one makes 2,000 samples a second
     temperature: PositiveFloat = 1.0  # samples are drawn from the whole vocabulary, as the loss assumes
     max_response_tokens: PositiveInt = 256  # of one sequence; tokens that a tool adds to it count, too
     max_turns: NonNegativeInt = 0  # calls of generate in one sample; 0: any number
@@ -213,6 +214,18 @@ class RolloutConfig(Section):
         low, high = self.autoscale.min, self.autoscale.max
         if high and not low <= self.replicas <= high:
             yield f"rollout.replicas: expected {low} to {high}, as rollout.autoscale says, found {self.replicas}"
+        if self.shards > (fewest := min(self.replicas, low) if high else self.replicas):
+            yield f"rollout.shards: each needs a replica; expected at most {fewest}, found {self.shards}"
+        if 0 < self.max_concurrent_groups < self.shards:
+            yield (
+                f"rollout.max_concurrent_groups: expected at least one for each of {self.shards} rollout.shards, found "
+                f"{self.max_concurrent_groups}"
+            )
+        if self.shards > 1 and self.agent.port:
+            yield (
+                f"rollout.agent.port: each of {self.shards} rollout.shards has an endpoint; expected 0, which finds "
+                f"free ports, found {self.agent.port}"
+            )
         if self.agent.enabled and self.agent_loop != "single_turn":
             yield (
                 f"rollout.agent_loop: rollout.agent makes the samples; expected the default, found {self.agent_loop}"

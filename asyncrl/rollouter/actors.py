@@ -32,6 +32,7 @@ from asyncrl.processes.sigterm import sigterm
 from asyncrl.rollouter.engine_lease import LeasedEngine
 from asyncrl.rollouter.engines.base import EngineDied, EventBatch, Request, Scheduling
 from asyncrl.rollouter.pacing import GenerationPacer, run_pacer
+from asyncrl.sample_queue.messages import Holder
 
 log = logging.getLogger(__name__)
 
@@ -145,8 +146,8 @@ class RelayActor(SupervisedActor):
 class EndpointActor(SupervisedActor):
     """The HTTP endpoint with its agents. The rollouter calls it as `asyncrl.rollouter.endpoint.link.EndpointClient`."""
 
-    def __init__(self, config: Config, logs: LogConfig | None = None) -> None:
-        super().__init__("endpoint", logs)
+    def __init__(self, config: Config, name: str, logs: LogConfig | None = None) -> None:
+        super().__init__(name, logs)
         never_interrupt()
         self._config = config
         self._recorder = Recorder(self.name)
@@ -183,25 +184,26 @@ class RollouterActor(SupervisedActor):
     """The rollout loop with its router and reward workers: ``start()``, then ``run()``.
 
     ``queue``, ``endpoint`` (None: not started yet, or not used) and ``replicas`` are the current actors;
-    `replace_queue`, `replace_endpoint` and `replace_replica` name their successors. ``fencing_token`` grows with each
-    rollouter of a run: engines, endpoint and queue serve the newest."""
+    `replace_queue`, `replace_endpoint` and `replace_replica` name their successors. ``holder``: its token grows with
+    each rollouter of a run; engines, endpoint and queue serve the newest of a shard."""
 
     def __init__(
         self,
         config: Config,
+        name: str,
         max_prompt_tokens: int,
         queue: Any,
         replicas: Mapping[str, Any],
-        fencing_token: int,
+        holder: Holder,
         endpoint: Any = None,
         logs: LogConfig | None = None,
     ):
-        super().__init__("rollouter", logs)
+        super().__init__(name, logs)
         never_interrupt()
         self._config, self._max_prompt_tokens = config, max_prompt_tokens
         self._recorder = Recorder(self.name)
         self._queue = RestartableClient(queue, "queue")
-        self._fencing_token = fencing_token
+        self._holder = holder
         self._endpoint = endpoint
         self._link: Any = None
         self._replicas = {name: self._leased(name, handle) for name, handle in replicas.items()}
@@ -222,7 +224,7 @@ class RollouterActor(SupervisedActor):
         config = self._config
         if config.rollout.agent.enabled:
             endpoint = ActorClient(self._endpoint, "endpoint") if self._endpoint is not None else None
-            self._link = EndpointLink(endpoint, self._fencing_token, ActorDied)  # type: ignore[arg-type]
+            self._link = EndpointLink(endpoint, self._holder.token, ActorDied)  # type: ignore[arg-type]
         prompts, held_out = await asyncio.to_thread(load_run_prompts, config.data)  # a source may take minutes
         self._validation_prompts = held_out[: config.validation.max_prompts or None]
         is_death = lambda error: isinstance(error, ActorDied)
@@ -233,7 +235,7 @@ class RollouterActor(SupervisedActor):
         self._router = answering.router
         self._validation = Validation(config, answering.maker, self._recorder)
 
-        self._held_queue = HeldQueue(self._queue, self._fencing_token)
+        self._held_queue = HeldQueue(self._queue, self._holder)
 
         def new_loop() -> RolloutLoop:
             data = config.data
@@ -337,7 +339,7 @@ class RollouterActor(SupervisedActor):
             self._loop.limiter.resize(self._slots)
 
     def _leased(self, name: str, handle: Any) -> LeasedEngine:
-        return LeasedEngine(ActorClient(handle, name), self._fencing_token)  # type: ignore[arg-type]
+        return LeasedEngine(ActorClient(handle, name), self._holder.token)  # type: ignore[arg-type]
 
 
 async def _unwrapped(work: Awaitable[None]) -> None:

@@ -1,39 +1,39 @@
-"""The sample queue as one rollouter calls it, with its fencing token: calls of a rollouter that was replaced fail."""
+"""The sample queue as one rollouter calls it, which names itself: calls of a rollouter that was replaced fail."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.sample_queue.messages import Drop, Recovery, Refusal, Snapshot, Ticket
+from asyncrl.sample_queue.messages import Admitted, Drop, Holder, Recovery, Refusal, Snapshot, Ticket
 
 
 class HeldQueue:
     """Implements `asyncrl.rollouter.loop.QueueClient` over a client of the queue's actor."""
 
-    def __init__(self, queue: Any, token: int) -> None:
-        self._queue, self._token = queue, token
+    def __init__(self, queue: Any, holder: Holder) -> None:
+        self._queue, self._holder = queue, holder
 
     async def recover(self, history: bool = False) -> Recovery:
-        return await self._queue.recover(self._token, history)
+        return await self._queue.recover(self._holder, history)
 
     async def room(self, count: int) -> tuple[int, int]:
-        return await self._queue.room(count, self._token)
+        return await self._queue.room(count, self._holder)
 
-    async def issue(self, tickets: Sequence[Ticket]) -> int:
-        return await self._queue.issue(tickets, self._token)
+    async def issue(self, tickets: Sequence[Ticket], count: int) -> Admitted:
+        return await self._queue.issue(tickets, count, self._holder)
 
     async def put(self, groups: Sequence[bytes]) -> Sequence[Refusal]:
-        return await self._queue.put(groups, self._token)
+        return await self._queue.put(groups, self._holder)
 
     async def drop(self, drops: Sequence[Drop]) -> None:
-        await self._queue.drop(drops, self._token)
+        await self._queue.drop(drops, self._holder)
 
     async def snapshot(self, parts: Sequence[Snapshot]) -> None:
-        await self._queue.snapshot(parts, self._token)
+        await self._queue.snapshot(parts, self._holder)
 
     async def overdue(self) -> list[str]:
-        return await self._queue.overdue(self._token)
+        return await self._queue.overdue(self._holder)
 
-    async def close(self, reason: str) -> None:
-        await self._queue.close(reason)
+    async def end(self, reason: str) -> None:
+        await self._queue.end(reason, self._holder)

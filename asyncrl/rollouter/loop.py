@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.samples import FailedSample, GroupTask, SampleMaker
 from asyncrl.rollouter.sampling import training_sampling
 from asyncrl.rollouter.sources import SourceCounts
-from asyncrl.sample_queue.messages import POISON, Drop, InFlight, Recovery, Refusal, Ticket
+from asyncrl.sample_queue.messages import POISON, Admitted, Drop, InFlight, Recovery, Refusal, Ticket
 from asyncrl.types.groups import Group
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import Sample
@@ -41,16 +41,20 @@ from asyncrl.types.samples import Sample
 log = logging.getLogger(__name__)
 
 _GROUP_NUMBERS = itertools.count()  # over all loops of this process
+_AHEAD = 64  # groups that other rollouters may issue while a call is under way
 _PUT_INTERVAL_S = 0.2  # while all slots are busy: each call costs both ends a millisecond or two
 
 
 class QueueClient(SnapshotStore, Protocol):
     """The rollouter's view of the sample queue. All calls are idempotent: a repeated one has no further effect."""
 
-    async def issue(self, tickets: Sequence[Ticket]) -> int: ...
+    async def issue(self, tickets: Sequence[Ticket], count: int) -> Admitted: ...
     async def put(self, groups: Sequence[bytes]) -> Sequence[Refusal]: ...
     async def drop(self, drops: Sequence[Drop]) -> None: ...
-    async def close(self, reason: str) -> None: ...
+
+    async def end(self, reason: str) -> None:
+        """Close the queue once no group is in flight, in any rollouter."""
+        ...
 
     async def room(self, count: int) -> tuple[int, int]: ...
 
@@ -61,6 +65,14 @@ class QueueClient(SnapshotStore, Protocol):
     async def overdue(self) -> list[str]:
         """Wait until the queue has dropped groups in flight; returns their uids, none once the queue is closed."""
         ...
+
+
+class _Upcoming(NamedTuple):
+    """``samples``: recovered ones; none of a new group."""
+
+    ticket: Ticket
+    prompt: Prompt
+    samples: Sequence[PartialSample] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ class RolloutLoop:
         self._sources = SourceCounts()
         self._sampling = training_sampling(config, maker.tokenizer.stop_token_ids)
         self._drop_policy = DropPolicy(config)
-        self.limiter = InFlightLimiter(slots, config.rollout.max_concurrent_groups)
+        self.limiter = InFlightLimiter(slots, config.rollout.max_concurrent_groups // config.rollout.shards)
         # an idle slot may mean that new groups wait until the trainer gets the finished ones
         self._finished: BatchingSender[_FinishedGroup] = BatchingSender(self._put, _PUT_INTERVAL_S, self.limiter.idle)
         self._drops: BatchingSender[Drop] = BatchingSender(queue.drop)
@@ -101,7 +113,8 @@ class RolloutLoop:
         self.snapshotter: Snapshotter | None = None
         if not config.rollout.engine.deterministic:  # which restarts groups instead of restoring them
             self.snapshotter = Snapshotter(self.in_flight, queue, config.rollout.snapshot_every_s)
-        self._upcoming: dict[str, tuple[Prompt, list[PartialSample]]] = {}  # to be issued next, in order
+        self._upcoming: dict[str, _Upcoming] = {}  # to be issued next, in order
+        self._drawn = 0  # groups of the run up to the last of these
         self._warned_reasons: set[str] = set()  # of refusals
         self._blocked_s = 0.0
         self._blocked_since_s: float | None = None
@@ -114,6 +127,7 @@ class RolloutLoop:
             self._prompts.continue_from(recovery.history)
         elif recovery.last_uid is not None:
             self._prompts.continue_after(recovery.last_uid)
+        self._drawn = recovery.issued
         self._upcoming = {item.uid: self._recover(item) for item in recovery.in_flight}
         async with asyncio.TaskGroup() as tasks:
             services = [tasks.create_task(service) for service in self._services()]
@@ -121,7 +135,7 @@ class RolloutLoop:
                 prompts_ended = await self._issue(groups)
             await self._drain()
             if prompts_ended:
-                await self._queue.close("the prompts ended")
+                await self._queue.end("the prompts ended")
             for service in services:
                 service.cancel()
 
@@ -146,15 +160,15 @@ class RolloutLoop:
 
     # -- issue -----------------------------------------------------------------------------------------------------
 
-    def _recover(self, item: InFlight) -> tuple[Prompt, list[PartialSample]]:
-        prompt = self._prompts.at(item.uid)
-        if prompt.prompt_id != item.prompt_id:
+    def _recover(self, item: InFlight) -> _Upcoming:
+        prompt, known = self._prompts.at(item.uid), item.ticket.prompt_id
+        if prompt.prompt_id != known:
             raise DataError(
-                f"group {item.uid} was issued for prompt {item.prompt_id}, but these files have {prompt.prompt_id} "
+                f"group {item.uid} was issued for prompt {known}, but these files have {prompt.prompt_id} "
                 "there: resume with the prompt files of the first run"
             )
         deterministic = self._rollout.engine.deterministic
-        return prompt, recovered_samples(item, self._rollout.n, deterministic, self._recorder)
+        return _Upcoming(item.ticket, prompt, recovered_samples(item, self._rollout.n, deterministic, self._recorder))
 
     async def _issue(self, groups: asyncio.TaskGroup) -> bool:
         """Start groups until the prompts end (returns True) or the queue is closed (False)."""
@@ -163,32 +177,42 @@ class RolloutLoop:
             self._blocked_since_s = now_s()
             issued = await self._issue_up_to(wanted)
             self._blocked_s, self._blocked_since_s = self.blocked_s, None
-            if not issued:
-                return issued is None
-            for prompt, samples in issued:
-                if self._upcoming.pop(prompt.uid, None):  # unless it became overdue meanwhile
-                    self._start(groups, prompt, samples)
+            if issued is None:
+                return True
+            if not (issued.started or issued.passed):
+                return False
+            for uid in issued.started:
+                if (group := self._upcoming.pop(uid, None)) is not None:  # unless it became overdue meanwhile
+                    self._start(groups, group)
+            for uid in issued.passed:
+                self._upcoming.pop(uid, None)
 
-    async def _issue_up_to(self, wanted: int) -> list[tuple[Prompt, list[PartialSample]]] | None:
-        """At most ``wanted`` groups that may start, none once the queue is closed; None if the prompts ended."""
-        draw = wanted
+    async def _issue_up_to(self, wanted: int) -> Admitted | None:
+        """At most ``wanted`` groups that may start, nothing once the queue is closed; None if the prompts ended."""
+        draw = wanted + (_AHEAD if self._rollout.shards > 1 else 0)
         if self._prompts.adapts:  # each is drawn when it may start: all that may count is known then
             draw = 0
             if not self._upcoming:
                 draw, self._prompts.version = await self._queue.room(wanted)
                 if not draw:
-                    return []
+                    return Admitted([], [], 0)
                 for name, value in self._prompts.figures().items():
                     self._recorder.gauge(f"rollout/curriculum/{name}", value)
         while len(self._upcoming) < draw and (prompt := next(self._prompts, None)) is not None:
-            self._upcoming[prompt.uid] = prompt, [PartialSample() for _ in range(self._rollout.n)]
+            ticket = Ticket(prompt.uid, prompt.prompt_id, prompt.epoch, self._drawn)
+            self._upcoming[prompt.uid] = _Upcoming(ticket, prompt)
+            self._drawn += 1
         if not self._upcoming:
             return None
-        batch = list(itertools.islice(self._upcoming.values(), wanted))
-        count = await self._queue.issue([Ticket(p.uid, p.prompt_id, p.epoch) for p, _ in batch])
-        return batch[:count]
+        tickets = [group.ticket for group in itertools.islice(self._upcoming.values(), draw or wanted)]
+        admitted = await self._queue.issue(tickets, wanted)
+        while self._drawn < admitted.issued and next(self._prompts, None) is not None:  # other shards issued these
+            self._drawn += 1
+        return admitted
 
-    def _start(self, groups: asyncio.TaskGroup, prompt: Prompt, samples: list[PartialSample]) -> None:
+    def _start(self, groups: asyncio.TaskGroup, upcoming: _Upcoming) -> None:
+        prompt = upcoming.prompt
+        samples = list(upcoming.samples) or [PartialSample() for _ in range(self._rollout.n)]
         group = self.in_flight[prompt.uid] = InFlightGroup(samples, GroupPlaces(self.limiter, len(samples)))
         group.task = groups.create_task(self._roll_out(prompt, group))
         group.task.add_done_callback(lambda _: self._end(prompt.uid))

@@ -25,8 +25,10 @@ from asyncrl.run.environments import interpreter
 from asyncrl.run.placement import Placement
 from asyncrl.run.placement_plan import make_plan, pools
 from asyncrl.run.preflight import Preflight
+from asyncrl.run.rollouters import Rollouters, shard_names
 from asyncrl.run.run_folder import RunFolder
 from asyncrl.sample_queue.actor import SampleQueueActor
+from asyncrl.sample_queue.messages import Holder
 from asyncrl.trainer.actors import RankGroup, SampleQueueClient, TrainerRankActor
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ T = TypeVar("T")
 
 CALLS_AT_ONCE = 1000  # per actor; most calls wait on a condition
 REMOTE_KILL_S = 20.0  # for an actor on another machine
-CLOSING_S = 3.0  # for the rollouter to close by itself
+CLOSING_S = 3.0  # for rollouters and endpoints to close by themselves
 RELAYED_REPLICAS = 4  # on a machine, from which on their sync sessions go through a relay there
 RELAYS_PER_CALL = 16  # relays that the driver reaches through the first of them
 RELAY_START_S = 60.0
@@ -47,7 +49,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 class Cluster:
     """``open()`` places the pools; ``start_…()`` kills an actor's predecessor and starts the actor in its bundle;
     ``close()`` ends everything. ``replicas`` and ``sessions`` hold those that have started; calls to ``queue`` and
-    ``rollouter`` wait for their start."""
+    ``rollouters`` wait for their start."""
 
     def __init__(self, config: Config, preflight: Preflight, folder: RunFolder) -> None:
         self._config, self._preflight = config, preflight
@@ -70,8 +72,10 @@ class Cluster:
         self.sessions: dict[str, ReplicaSession] = {}
         self._relays: dict[str, tuple[ActorClient, RelayedSessions]] = {}  # by node id, in order
         self.queue: Any = RestartableClient(None, "queue", SampleQueueClient)
-        self.rollouter: Any = RestartableClient(None, "rollouter")
-        self.endpoint: Any = RestartableClient(None, "endpoint") if config.rollout.agent.enabled else None
+        shards = config.rollout.shards
+        restartable = lambda role: [RestartableClient(None, name) for name in shard_names(role, shards)]
+        self.rollouters = Rollouters(restartable("rollouter"))
+        self.endpoints: Sequence[Any] = restartable("endpoint") if config.rollout.agent.enabled else []  # of each shard
 
     async def open(self) -> None:
         """Join or start Ray and place the pools. Raises PlacementError and ConfigError."""
@@ -116,20 +120,24 @@ class Cluster:
         """Replicas whose machine Ray will take away."""
         return [name for name in self.replica_names if self._node(name) in self._placement.draining]
 
-    async def start_endpoint(self) -> None:
+    async def start_endpoint(self, shard: int) -> None:
         """An endpoint without sessions; the agents of an earlier one have ended with it."""
-        await self.kill("endpoint")
-        endpoint = self._make(EndpointActor, "endpoint", {"num_cpus": 0}, self._config)
+        client = self.endpoints[shard]
+        await self.kill(client.name)
+        endpoint = self._make(EndpointActor, client.name, {"num_cpus": 0}, self._config, client.name)
         await self._started([endpoint], endpoint.start())
-        self.endpoint.replace(endpoint.handle)
+        client.replace(endpoint.handle)
 
-    async def start_rollouter(self, routable: Callable[[], Sequence[str]]) -> None:
-        """A rollouter that resumes the ledger's in-flight groups. ``routable()``: replicas that it may use at first."""
-        await self.kill("rollouter")
-        rollouter = self._make_rollouter()
+    async def start_rollouter(self, shard: int, routable: Callable[[], Sequence[str]]) -> None:
+        """A rollouter that resumes the ledger's in-flight groups. ``routable()``: replicas that rollouters may use at
+        first."""
+        client = self.rollouters.shards[shard]
+        await self.kill(client.name)
+        rollouter = self._make_rollouter(shard, client.name)
         await self._started([rollouter], rollouter.start())
-        await rollouter.set_routable(routable())  # before any call that waits for this rollouter
-        self.rollouter.replace(rollouter.handle)
+        own = [name for name in routable() if self.rollouters.of(name) is client]
+        await rollouter.set_routable(own)  # before any call that waits for this rollouter
+        client.replace(rollouter.handle)
 
     async def start_ranks(self) -> None:
         """All ranks, with the run's initial weights."""
@@ -243,21 +251,24 @@ class Cluster:
             options.overdue,
             self._preflight.model.vocab_size,
             self._config.rollout.max_attempts,
+            self._config.rollout.shards,
             self._epoch,
             {"prompts": self._preflight.prompts_fingerprint},
         )
 
-    def _make_rollouter(self) -> ActorClient:
+    def _make_rollouter(self, shard: int, name: str) -> ActorClient:
+        of_shard = self.rollouters.shards[shard]
         return self._make(
             RollouterActor,
-            "rollouter",
+            name,
             {"num_cpus": 0},
             self._config,
+            name,
             self._preflight.max_prompt_tokens,
             self.queue.handle,
-            {name: client.handle for name, client in self.replicas.items()},
-            self._made,  # the fencing token of the newest rollouter is the highest, also over drivers
-            self.endpoint.handle if self.endpoint is not None else None,
+            {name: client.handle for name, client in self.replicas.items() if self.rollouters.of(name) is of_shard},
+            Holder(shard, self._made),  # the newest rollouter has the highest token, also over drivers
+            self.endpoints[shard].handle if self.endpoints else None,
         )
 
     def pool_resources(self) -> tuple[float, float, str]:
@@ -269,8 +280,8 @@ class Cluster:
 
     def drains(self) -> dict[str, Callable[[], Awaitable[Batch]]]:
         """Calls that fetch each actor's records: ranks answer while they start, replicas and the rollouter do not."""
-        endpoint = [self.endpoint.once] if self.endpoint is not None else []
-        actors = (*self.senders.values(), *self.replicas.values(), *endpoint, self.rollouter.once)
+        of_shards = (client.once for client in (*self.endpoints, *self.rollouters.shards))
+        actors = (*self.senders.values(), *self.replicas.values(), *of_shards)
         answering = (a for a in actors if a.name in self._processes and a.handle is self._actors[a.name].handle)
         return {actor.name: actor.drain for actor in answering}
 
@@ -281,10 +292,10 @@ class Cluster:
     async def close(self) -> None:
         """End every actor, release the bundles, and end a cluster that was started here."""
         await self._placement.settled()
-        for actor in filter(None, (self.rollouter, self.endpoint)):  # they must end their children themselves
-            if actor.handle is not None:
-                with contextlib.suppress(Exception):
-                    await asyncio.wait_for(actor.once.close(), CLOSING_S)
+        clients = (*self.rollouters.shards, *self.endpoints)  # they must end their children themselves
+        closing = [client.once.close() for client in clients if client.handle is not None]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), CLOSING_S)
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:

@@ -17,6 +17,7 @@ from asyncrl.rollouter.engines.base import ENGINES
 from asyncrl.run.machine import local_cpus
 from asyncrl.run.memory_plan import checkpoint_bytes, replica_bytes, trainer_bytes
 from asyncrl.run.preflight import Preflight
+from asyncrl.run.rollouters import shard_names
 
 GIB, MIB = 2**30, 2**20
 TOKEN_BYTES = 24  # per token of a queued sample: id, logprob, mask, and additions of multi-turn loops
@@ -168,7 +169,8 @@ def _missing(pool: Pool, strategy: str, machines: Sequence[Machine]) -> str:
 
 def make_plan(config: Config, found: Preflight, machines: Mapping[str, str]) -> Plan:
     """``config``: with devices resolved; ``machines``: address of each rank's and replica's machine."""
-    anywhere = ["rollouter", "endpoint"] if config.rollout.agent.enabled else ["rollouter"]
+    roles = ("rollouter", "endpoint") if config.rollout.agent.enabled else ("rollouter",)
+    anywhere = [name for role in roles for name in shard_names(role, config.rollout.shards)]
     return Plan(machines, pools(config), _memory(config, found), _figures(config, found), anywhere)
 
 

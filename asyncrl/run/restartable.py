@@ -1,4 +1,4 @@
-"""Rollouter and trainer ranks for the run's two loops, restarted whenever they die."""
+"""Rollouters and trainer ranks for the run's two loops, restarted whenever they die."""
 
 from __future__ import annotations
 
@@ -14,35 +14,44 @@ from asyncrl.run.supervision import SupervisedCluster, Supervisor
 DEATH_NOTICE_S = 2.0  # wait for the notice of a death after a call failed
 
 
-class RestartableRollouter:
-    """The rollout loop and its actor. ``run()`` starts the actor, restarts it when it dies, and rolls out once
-    `start_groups` is called. ``routable()``: replicas that a new rollouter may use at first."""
+class RestartableRollouters:
+    """The rollout loops and their actors. ``run()`` starts the actors, restarts those that die, and rolls out once
+    `start_groups` is called. ``routable()``: replicas that new rollouters may use at first."""
 
     def __init__(
         self, cluster: SupervisedCluster, supervisor: Supervisor, routable: Callable[[], Sequence[str]]
     ) -> None:
         self._cluster, self._supervisor, self._routable = cluster, supervisor, routable
-        self._up, self._may_start = asyncio.Event(), asyncio.Event()
+        self._up = [asyncio.Event() for _ in cluster.rollouters.shards]
+        self._may_start = asyncio.Event()
 
     async def run(self) -> None:
-        """Raises DiedTooOften, or the exception of the rollout loop."""
+        """Raises DiedTooOften, or the exception of a rollout loop."""
+        async with asyncio.TaskGroup() as tasks:
+            for shard in range(len(self._up)):
+                tasks.create_task(self._run(shard))
+
+    async def _run(self, shard: int) -> None:
         why: str | None = None
+        client = self._cluster.rollouters.shards[shard]
+        start = lambda: self._cluster.start_rollouter(shard, self._routable)
         while True:
-            await self._supervisor.start("rollouter", lambda: self._cluster.start_rollouter(self._routable), why)
-            self._up.set()
-            rollouter = self._cluster.rollouter.once
+            await self._supervisor.start(client.name, start, why)
+            self._up[shard].set()
+            rollouter = client.once
             try:
                 if not self._may_start.is_set():
                     await end_of_first(rollouter.alive(), self._may_start.wait())
                 await rollouter.run()
             except ActorDied as died:
-                if died.name != "rollouter":
+                if died.name != client.name:
                     raise
                 why = str(died)
 
     async def started(self) -> None:
-        """Wait until the actor has been up once."""
-        await self._up.wait()
+        """Wait until each actor has been up once."""
+        for up in self._up:
+            await up.wait()
 
     def start_groups(self) -> None:
         """Let groups start; called when ranks and queue are at the run's checkpoint."""
@@ -50,7 +59,7 @@ class RestartableRollouter:
 
     async def reset(self) -> None:
         """Snapshot the in-flight groups and re-admit them under the restored version."""
-        await self._cluster.rollouter.reset()
+        await self._cluster.rollouters.reset()
 
 
 class RestartableRanks:

@@ -24,6 +24,7 @@ from asyncrl.disk.files import make_folder, write_whole
 from asyncrl.observability.efficiency import EfficiencyTracker
 from asyncrl.run.driver_epoch import DriverWatch
 from asyncrl.run.placement_plan import PlacementError
+from asyncrl.run.rollouters import shard_of
 from asyncrl.run.supervision import NotStarted
 
 log = logging.getLogger(__name__)
@@ -119,8 +120,10 @@ class Scaling:
     async def _scale(self, replicas: int, say: Callable[[str], Awaitable[None]]) -> None:
         """Change the number of replicas. Raises NotScaled."""
         now = list(self._cluster.replica_names)
-        if replicas < 1:
-            raise NotScaled(f"replicas: expected at least 1, which serves whole groups; found {replicas}")
+        shards = self._config.rollout.shards
+        if replicas < shards:
+            each = "which serves whole groups" if shards == 1 else f"one for each of {shards} rollout.shards"
+            raise NotScaled(f"replicas: expected at least {shards}, {each}; found {replicas}")
         if self._config.ray.share_gpus:
             raise NotScaled("replicas: with ray.share_gpus each shares the GPU of a rank, so their number is fixed")
         if join := [name for name, _ in zip(_free_names(now), range(replicas - len(now)))]:
@@ -129,7 +132,7 @@ class Scaling:
                 await self._supervisor.add_replicas(join)
             except (PlacementError, NotStarted) as e:
                 raise NotScaled(str(e)) from None
-        for name in reversed(now[replicas:]):
+        for name in _dispensable(now, shards)[: max(0, len(now) - replicas)]:
             await say(f"removing {name}")
             await self._supervisor.remove_replica(name)
         new = ", and new ones serve after their first sync" if join else ""
@@ -180,6 +183,12 @@ def _free_names(used: Sequence[str]) -> Iterator[str]:
         if (name := f"replica/{number}") not in used:
             yield name
         number += 1
+
+
+def _dispensable(replicas: Sequence[str], shards: int) -> list[str]:
+    """Those that may leave, the newest first: not the oldest one of each shard."""
+    oldest = {shard_of(name, shards): name for name in reversed(replicas)}
+    return [name for name in reversed(replicas) if name not in oldest.values()]
 
 
 def _named(replicas: Sequence[str]) -> str:

@@ -72,17 +72,16 @@ class SupervisedCluster(Protocol):
     replica_names: list[str]
     replicas: dict[str, ActorClient]  # those that have started
     sessions: dict[str, Any]  # their ends of a sync session
-    #: RestartableClient: run(), reset(), unfit(), replace_queue(), replace_replica(), retire_replica()
-    rollouter: Any
+    rollouters: Any  # asyncrl.run.rollouters.Rollouters
     queue: Any  # RestartableClient: alive(), stalled_s()
-    endpoint: Any  # RestartableClient: alive(); None without agents
+    endpoints: Sequence[Any]  # RestartableClient: alive(); of each rollouter, if there are agents
     ranks: Any  # the current rank group
     senders: dict[str, Any]  # its ranks
 
     async def start_queue(self) -> None: ...
     async def start_replica(self, name: str) -> None: ...
-    async def start_endpoint(self) -> None: ...
-    async def start_rollouter(self, routable: Callable[[], Sequence[str]]) -> None: ...
+    async def start_endpoint(self, shard: int) -> None: ...
+    async def start_rollouter(self, shard: int, routable: Callable[[], Sequence[str]]) -> None: ...
     async def start_ranks(self) -> None: ...
     async def add_replicas(self, names: Sequence[str]) -> None: ...
     async def remove_replica(self, name: str) -> None: ...
@@ -104,8 +103,8 @@ class ReplicaMembership(Protocol):
 
 
 class Supervisor:
-    """``run()`` keeps queue, endpoint and replicas alive; raises DiedTooOften, or any exception of an actor that is not
-    a death. ``started()`` returns when all of them have been up. Ranks and rollouter start by `start`, see
+    """``run()`` keeps queue, endpoints and replicas alive; raises DiedTooOften, or any exception of an actor that is
+    not a death. ``started()`` returns when all of them have been up. Ranks and rollouters start by `start`, see
     `asyncrl.run.restartable`."""
 
     def __init__(
@@ -121,8 +120,8 @@ class Supervisor:
         self._serving: set[str] = set()  # replicas that have joined, until they die
         self._ended: dict[str, str] = {}  # replica → why it was killed
         self._draining: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # by replica
-        endpoint = [] if cluster.endpoint is None else ["endpoint"]
-        self._up = {name: asyncio.Event() for name in ("queue", *endpoint, *cluster.replica_names)}
+        endpoints = [endpoint.name for endpoint in cluster.endpoints]
+        self._up = {name: asyncio.Event() for name in ("queue", *endpoints, *cluster.replica_names)}
         self._replicas: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup
 
@@ -130,8 +129,8 @@ class Supervisor:
         async with asyncio.TaskGroup() as self._tasks:
             tasks = self._tasks
             tasks.create_task(self._queue(tasks))
-            if self._cluster.endpoint is not None:
-                tasks.create_task(self._endpoint(tasks))
+            for shard in range(len(self._cluster.endpoints)):
+                tasks.create_task(self._endpoint(shard, tasks))
             tasks.create_task(self._fitness())
             for name in self._cluster.replica_names:
                 self._replicas[name] = tasks.create_task(self._replica(name))
@@ -160,7 +159,7 @@ class Supervisor:
         await self._remove(name)
 
     async def _remove(self, name: str) -> None:
-        await self._cluster.rollouter.retire_replica(name)
+        await self._cluster.rollouters.retire_replica(name)
         await self._membership.retire(name)
         await self._cluster.remove_replica(name)
 
@@ -207,21 +206,22 @@ class Supervisor:
         while True:
             await self.start("queue", self._cluster.start_queue, why)
             # concurrent, because a stopped rollouter answers only after its own restart
-            tasks.create_task(self._cluster.rollouter.replace_queue(self._cluster.queue.handle))
+            tasks.create_task(self._cluster.rollouters.replace_queue(self._cluster.queue.handle))
             self._up["queue"].set()
             try:
                 await self._queue_death()
             except ActorDied as died:
                 why = str(died)
 
-    async def _endpoint(self, tasks: asyncio.TaskGroup) -> None:
+    async def _endpoint(self, shard: int, tasks: asyncio.TaskGroup) -> None:
         why: str | None = None
+        client, rollouter = self._cluster.endpoints[shard], self._cluster.rollouters.shards[shard]
         while True:
-            await self.start("endpoint", self._cluster.start_endpoint, why)
-            tasks.create_task(self._cluster.rollouter.replace_endpoint(self._cluster.endpoint.handle))
-            self._up["endpoint"].set()
+            await self.start(client.name, lambda: self._cluster.start_endpoint(shard), why)
+            tasks.create_task(rollouter.replace_endpoint(client.handle))
+            self._up[client.name].set()
             try:
-                await self._cluster.endpoint.once.alive()
+                await client.once.alive()
             except ActorDied as died:
                 why = str(died)
 
@@ -256,19 +256,24 @@ class Supervisor:
                 await self.start(name, lambda: self._cluster.start_replica(name), why)
             except Exception as e:
                 was_up = self._up[name].is_set()
-                if not (joins if not was_up else isinstance(e, DiedTooOften) and self._membership.fleet.sessions):
+                if not (joins if not was_up else isinstance(e, DiedTooOften) and self._others_serve(name)):
                     raise
                 log.warning("supervision: %s; the run continues without it", e)
                 del self._replicas[name]
                 await self._remove(name)  # it may hang, and hold memory and a bundle
                 return
-            await self._cluster.rollouter.replace_replica(name, self._cluster.replicas[name].handle)
+            await self._cluster.rollouters.replace_replica(name, self._cluster.replicas[name].handle)
             self._membership.join(name, self._cluster.sessions[name])
             self._up[name].set()
             self._serving.add(name)
             why = await self._death(name)
             self._serving.discard(name)
             await self._membership.leave(name)
+
+    def _others_serve(self, name: str) -> bool:
+        """Other replicas can take over the samples of this one."""
+        of = self._cluster.rollouters.of
+        return any(of(other) is of(name) for other in self._membership.fleet.sessions)
 
     async def _death(self, name: str) -> str:
         """Wait until a replica dies, or is preempted and has handed its samples over; returns why."""
@@ -277,7 +282,7 @@ class Supervisor:
         except Preempted as preempted:
             log.warning("supervision: %s; its samples go on elsewhere", preempted)
             self._serving.discard(name)
-            await self._cluster.rollouter.retire_replica(name)
+            await self._cluster.rollouters.retire_replica(name)
             return str(preempted)
         except ActorDied as died:
             return f"{name} {ended}" if (ended := self._ended.pop(name, None)) is not None else str(died)
@@ -300,7 +305,7 @@ class Supervisor:
             for name in self._serving.intersection(self._cluster.draining()):
                 self._draining[name].set()
             in_sync = now_s() - self._membership.last_sync_s < progress_s
-            for name, why in (await self._cluster.rollouter.unfit(None if in_sync else progress_s)).items():
+            for name, why in (await self._cluster.rollouters.unfit(None if in_sync else progress_s)).items():
                 if name in self._serving:  # else its successor is starting
                     self._ended[name] = why
                     await self._cluster.end(name, why)

@@ -18,7 +18,7 @@ from asyncrl.processes.garbage import collect_rarely
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.journal import Journal
-from asyncrl.sample_queue.messages import Drop, Lease, Recovery, Refusal, Snapshot, Ticket
+from asyncrl.sample_queue.messages import Admitted, Drop, Holder, Lease, Recovery, Refusal, Snapshot, Ticket
 from asyncrl.sample_queue.records import JournalError
 from asyncrl.sample_queue.schedule import Order, Overdue
 
@@ -43,6 +43,7 @@ class SampleQueueActor(SupervisedActor):
         overdue: Overdue,
         vocab_size: int,
         max_attempts: int,
+        shards: int,
         driver_epoch: int,
         about: Mapping[str, str] | None = None,
         logs: LogConfig | None = None,
@@ -50,7 +51,8 @@ class SampleQueueActor(SupervisedActor):
         super().__init__("queue", logs)
         never_interrupt()
         self._folder, self._order, self._overdue = folder, order, overdue
-        self._vocab_size, self._max_attempts, self._driver_epoch = vocab_size, max_attempts, driver_epoch
+        self._vocab_size, self._max_attempts, self._shards = vocab_size, max_attempts, shards
+        self._driver_epoch = driver_epoch
         self._admission = Admission(groups_per_version, Fraction(*threshold), total_groups)
         self._meta: dict[str, str | int | float] = {
             "groups_per_version": groups_per_version,
@@ -63,7 +65,13 @@ class SampleQueueActor(SupervisedActor):
         JournalError if another process keeps it locked, OSError if it cannot be written."""
         self._journal = await _opened(self._folder, self._meta, self._driver_epoch)
         self._queue = SampleQueue(
-            self._admission, self._journal, self._order, self._overdue, self._vocab_size, self._max_attempts
+            self._admission,
+            self._journal,
+            self._order,
+            self._overdue,
+            self._vocab_size,
+            self._max_attempts,
+            self._shards,
         )
         collect_rarely()
 
@@ -71,25 +79,28 @@ class SampleQueueActor(SupervisedActor):
         """See `Journal.stalled_s`."""
         return self._journal.stalled_s
 
-    async def recover(self, holder: int, history: bool) -> Recovery:
+    async def recover(self, holder: Holder, history: bool) -> Recovery:
         return await self._queue.recover(holder, history)
 
-    async def room(self, count: int, holder: int) -> tuple[int, int]:
+    async def room(self, count: int, holder: Holder) -> tuple[int, int]:
         return await self._queue.room(count, holder)
 
-    async def issue(self, tickets: list[Ticket], holder: int) -> int:
-        return await self._queue.issue(tickets, holder)
+    async def issue(self, tickets: list[Ticket], count: int, holder: Holder) -> Admitted:
+        return await self._queue.issue(tickets, count, holder)
 
-    async def put(self, groups: list[bytes], holder: int) -> list[Refusal]:
+    async def put(self, groups: list[bytes], holder: Holder) -> list[Refusal]:
         return await self._queue.put(groups, holder)
 
-    async def drop(self, drops: list[Drop], holder: int) -> None:
+    async def drop(self, drops: list[Drop], holder: Holder) -> None:
         await self._queue.drop(drops, holder)
 
-    async def snapshot(self, parts: list[Snapshot], holder: int) -> None:
+    async def snapshot(self, parts: list[Snapshot], holder: Holder) -> None:
         await self._queue.snapshot(parts, holder)
 
-    async def overdue(self, holder: int) -> list[str]:
+    async def end(self, reason: str, holder: Holder) -> None:
+        await self._queue.end(reason, holder)
+
+    async def overdue(self, holder: Holder) -> list[str]:
         return await self._queue.overdue(holder)
 
     @ray.method(num_returns=2)

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -28,10 +30,13 @@ from asyncrl.sample_queue.acceptance import defect
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.group_state import GroupTable, QueueError
 from asyncrl.sample_queue.messages import (
+    ONLY,
     OVERDUE,
     POISON,
     SKIPPED,
+    Admitted,
     Drop,
+    Holder,
     InFlight,
     Issued,
     Lease,
@@ -43,6 +48,7 @@ from asyncrl.sample_queue.messages import (
 )
 from asyncrl.sample_queue.records import (
     DROPPED,
+    HOLDER,
     IN_FLIGHT,
     QUEUED,
     TRAINED,
@@ -81,7 +87,8 @@ class SampleQueue:
     """The queue's core, for one asyncio loop; `asyncrl.sample_queue.actor` wraps it in a Ray actor.
 
     ``order`` and ``overdue``: see `Schedule`. ``vocab_size``: token ids are below it. A group that fails
-    `asyncrl.sample_queue.acceptance` is sampled up to ``max_attempts`` times."""
+    `asyncrl.sample_queue.acceptance` is sampled up to ``max_attempts`` times. ``shards``: rollouters, which take the
+    prompts of one order, each as many as it can make."""
 
     def __init__(
         self,
@@ -91,13 +98,15 @@ class SampleQueue:
         overdue: Overdue = "wait",
         vocab_size: int = 2**31,
         max_attempts: int = 3,
+        shards: int = 1,
     ) -> None:
+        self._shards = shards
         self._admission, self._records, self._order, self._overdue = admission, records, order, overdue
         self._vocab_size, self._max_attempts = vocab_size, max_attempts
         self._changed = asyncio.Condition()
         self._payloads: dict[str, bytes] = {}  # of queued and leased groups; after a restart they are read from disk
-        self._to_cancel: list[str] = []  # dropped as overdue while in flight, and not reported to the rollouter yet
-        self._given_up: set[str] = set()  # all ever dropped so; the rollouter may still issue them again
+        self._to_cancel: defaultdict[int, list[str]] = defaultdict(list)  # shard → dropped as overdue, not reported yet
+        self._asking = 0  # calls of `issue` that wait
         self._abandoned = 0  # steps, by a rollback or a release, which end waiting leases
         self._starved_s = 0.0  # time that leases waited for groups
         self._waits: list[float] = []  # start times of current waits
@@ -105,34 +114,34 @@ class SampleQueue:
         self._failure: str | None = None
         self._over = False
         self._load()
-        self._reopened = self._table.issued > 0
 
     # -- the rollouter's side --------------------------------------------------------------------------------------
 
-    # ``holder`` is the fencing token of the calling rollouter; the queue serves the one that recovered last.
+    # ``holder`` is the calling rollouter; of each shard the queue serves the one that recovered last.
 
-    async def recover(self, holder: int = 0, history: bool = False) -> Recovery:
-        """State for a new rollouter, which holds the queue from now on: the last group issued, and the groups in
+    async def recover(self, holder: Holder = ONLY, history: bool = False) -> Recovery:
+        """State for a new rollouter, which holds its shard from now on: the last group issued, and its groups in
         flight, which it must `issue` again, in this order and before any others; with ``history`` all groups.
 
-        Raises QueueError, like all calls of this side, if a newer rollouter holds the queue."""
+        Raises QueueError, like all calls of this side, if a newer rollouter holds the shard."""
         self._check_holder(holder)
-        self._holder = self._changes.meta["holder"] = holder
+        self._holders[holder.shard] = self._changes.meta[f"{HOLDER}{holder.shard}"] = holder.token
         await self._commit()  # also wakes calls of the previous holder, which fail
-        in_flight = self._table.in_state(IN_FLIGHT)
+        in_flight = [group for group in self._table.in_state(IN_FLIGHT) if self._shard_of(group) == holder.shard]
         snapshots = self._records.snapshots({group.uid: group.attempt for group in in_flight})
         return Recovery(
+            self._table.issued,
             self._table.last_uid,
-            [InFlight(g.uid, g.prompt_id, g.epoch, snapshots.get(g.uid, []), g.attempt) for g in in_flight],
+            [InFlight(_ticket(group), snapshots.get(group.uid, []), group.attempt) for group in in_flight],
             self._records.history() if history else [],
         )
 
-    async def room(self, count: int, holder: int = 0) -> tuple[int, int]:
+    async def room(self, count: int, holder: Holder = ONLY) -> tuple[int, int]:
         """How many new groups may start now, of ``count``, and the number of the version under which `issue` would
         start them; waits until at least one may. (0, 0) once the queue is closed."""
         async with self._changed:
             await self._wait_until(
-                lambda: self._holder != holder or self._closed is not None or self._schedule.room() > 0
+                lambda: self._outdated(holder) or self._closed is not None or self._schedule.room() > 0
             )
             self._check_holder(holder)
             oldest = self._versions.oldest
@@ -140,40 +149,43 @@ class SampleQueue:
                 return 0, 0
             return min(count, self._schedule.room()), oldest.number
 
-    async def issue(self, tickets: Sequence[Ticket], holder: int = 0) -> int:
-        """Starts as many of these groups, from the front, as may start now; waits until at least one may.
+    async def issue(self, tickets: Sequence[Ticket], count: int, holder: Holder = ONLY) -> Admitted:
+        """Starts as many of these groups, in this order and up to ``count``, as may start now; waits until one may, or
+        none ever will. Rollouters that wait at the same time get equal shares of the budget.
 
         Groups in flight may be issued again, before new ones: they keep their place and the earlier deadline, since
-        they may continue their tokens. A group dropped as overdue meanwhile counts as started and stays dropped.
-
-        Returns the number of groups started; 0 once the queue is closed. Raises QueueError for a group that is
-        finished, or if the run failed."""
+        they may continue their tokens. New ones have consecutive places, the first of which may be taken. Raises
+        QueueError for a place that is too high, or if the run failed."""
         if not tickets:
             raise QueueError("issue: expected at least one group, found none")
-        if self._reopened:  # drops of earlier processes are only on disk
-            new = [ticket.uid for ticket in tickets if self._table.state(ticket.uid) is None]
-            self._given_up.update(uid for uid, state in self._records.states(new).items() if state == DROPPED)
+
+        def startable() -> tuple[list[Ticket], list[Ticket]]:
+            room = math.ceil(self._schedule.room() / self._asking)
+            return self._schedule.startable(tickets, count, room, lambda group: self._shard_of(group) == holder.shard)
+
+        def answerable() -> bool:
+            start, passed = startable()
+            return bool(start) or len(passed) == len(tickets)
+
         async with self._changed:
-            await self._wait_until(
-                lambda: (
-                    self._holder != holder
-                    or self._closed is not None
-                    or self._schedule.startable(tickets, self._given_up) > 0
-                )
-            )
-            self._check_holder(holder)
-            if self._closed is not None:
-                return 0
-            count = self._schedule.startable(tickets, self._given_up)
+            self._asking += 1
+            try:
+                await self._wait_until(lambda: self._outdated(holder) or self._closed is not None or answerable())
+                self._check_holder(holder)
+                if self._closed is not None:
+                    return Admitted([], [], self._table.issued)
+                start, passed = startable()
+            finally:
+                self._asking -= 1
             oldest = self._versions.oldest
             assert oldest is not None
-            for ticket in tickets[:count]:
-                if ticket.uid not in self._given_up:  # else `overdue` reports it
-                    self._table.issue(*ticket, oldest)
+            for uid, prompt_id, epoch, _ in start:
+                self._table.issue(uid, prompt_id, epoch, oldest, holder.shard)
+            issued = self._table.issued
         await self._commit()
-        return count
+        return Admitted([ticket.uid for ticket in start], [ticket.uid for ticket in passed], issued)
 
-    async def put(self, groups: Sequence[bytes], holder: int = 0) -> list[Refusal]:
+    async def put(self, groups: Sequence[bytes], holder: Holder = ONLY) -> list[Refusal]:
         """Queues finished groups, one buffer each.
 
         A group that must not be trained is refused: it stays in flight, in its place, to be sampled again; after the
@@ -200,7 +212,7 @@ class SampleQueue:
         await self._commit()
         return refusals
 
-    async def drop(self, drops: Sequence[Drop], holder: int = 0) -> None:
+    async def drop(self, drops: Sequence[Drop], holder: Holder = ONLY) -> None:
         """Drops groups in flight, and frees their places in the staleness budget."""
         if self._over:
             return
@@ -211,7 +223,7 @@ class SampleQueue:
                 self._table.drop(*drop)
         await self._commit()
 
-    async def snapshot(self, parts: Sequence[Snapshot], holder: int = 0) -> None:
+    async def snapshot(self, parts: Sequence[Snapshot], holder: Holder = ONLY) -> None:
         """Stores parts of the snapshots of groups in flight; those of other groups and attempts are ignored."""
         if self._over:
             return
@@ -220,12 +232,15 @@ class SampleQueue:
         if parts := [p for p, g in known if g is not None and (g.state, g.attempt) == (IN_FLIGHT, p.attempt)]:
             await self._records.snapshot(parts)
 
-    async def overdue(self, holder: int = 0) -> list[str]:
-        """Waits for groups in flight that were dropped as overdue; empty once the queue is closed."""
+    async def overdue(self, holder: Holder = ONLY) -> list[str]:
+        """Waits for groups of this rollouter in flight that were dropped as overdue; empty once the queue is closed."""
+        shard = holder.shard
         async with self._changed:
-            await self._wait_until(lambda: self._holder != holder or bool(self._to_cancel) or self._closed is not None)
+            await self._wait_until(
+                lambda: self._outdated(holder) or bool(self._to_cancel[shard]) or self._closed is not None
+            )
             self._check_holder(holder)
-            uids, self._to_cancel = self._to_cancel, []
+            uids = self._to_cancel.pop(shard, [])
         if uids:
             await self._commit()  # the drops are durable before the rollouter cancels the groups
         return uids
@@ -336,6 +351,15 @@ class SampleQueue:
 
     # -- both sides ------------------------------------------------------------------------------------------------
 
+    async def end(self, reason: str, holder: Holder = ONLY) -> None:
+        """Stops issuing groups once none is in flight, in any rollouter."""
+        async with self._changed:
+            await self._wait_until(
+                lambda: self._outdated(holder) or self._closed is not None or not self._table.in_state(IN_FLIGHT)
+            )
+            self._check_holder(holder)
+        await self.close(reason)
+
     async def close(self, reason: str, failed: bool = False) -> None:
         """Stops issuing groups; the first reason is kept. With ``failed``, all waiting calls raise QueueError."""
         if failed:
@@ -379,7 +403,7 @@ class SampleQueue:
         self._table = GroupTable(found, self._changes)
         self._versions = VersionTable(found, self._changes)
         self._schedule = Schedule(self._table, self._versions, self._admission, self._order, self._overdue)
-        self._closed, self._holder = found.closed, found.holder
+        self._closed, self._holders = found.closed, found.holders
 
     async def _commit(self) -> None:
         """Wakes all waiters; returns once all changes so far, of this call and of earlier ones, are on disk."""
@@ -402,9 +426,17 @@ class SampleQueue:
         if self._failure is not None:
             raise QueueError(f"the run failed: {self._failure}")
 
-    def _check_holder(self, holder: int) -> None:
-        if holder < self._holder:
-            raise QueueError(f"a call of rollouter {holder} came after rollouter {self._holder} had taken over")
+    def _outdated(self, holder: Holder) -> bool:
+        return holder.token < self._holders.get(holder.shard, 0)
+
+    def _check_holder(self, holder: Holder) -> None:
+        if self._outdated(holder):
+            newer = self._holders[holder.shard]
+            raise QueueError(f"a call of rollouter {holder.token} came after rollouter {newer} had taken over")
+
+    def _shard_of(self, group: GroupRecord) -> int:
+        """Of the rollouter that makes this group; a resumed run may have fewer of them."""
+        return group.shard % self._shards
 
     def _close_because(self, reason: str | None) -> None:
         self._closed = reason
@@ -420,10 +452,9 @@ class SampleQueue:
 
     def _drop_overdue(self) -> None:
         late = self._schedule.overdue()
-        given_up = [group.uid for group in late if group.state == IN_FLIGHT]
-        self._to_cancel += given_up
-        self._given_up.update(given_up)
         for group in late:
+            if group.state == IN_FLIGHT:
+                self._to_cancel[self._shard_of(group)].append(group.uid)
             self._table.drop(group.uid, OVERDUE)
             self._payloads.pop(group.uid, None)
 
@@ -458,6 +489,10 @@ class SampleQueue:
         finally:
             self._waits.remove(since)
             self._starved_s += now_s() - since
+
+
+def _ticket(group: GroupRecord) -> Ticket:
+    return Ticket(group.uid, group.prompt_id, group.epoch, group.seq - 1)
 
 
 def _leased(group: GroupRecord) -> LeasedGroup:

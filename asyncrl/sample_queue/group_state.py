@@ -91,19 +91,20 @@ class GroupTable:
 
     # -- the rollouter's transitions -------------------------------------------------------------------------------
 
-    def issue(self, uid: str, prompt_id: str, epoch: int, version: PolicyVersion) -> None:
+    def issue(self, uid: str, prompt_id: str, epoch: int, version: PolicyVersion, shard: int = 0) -> None:
         """Starts a group under ``version``, or restarts one in flight, which keeps its place and the version with the
-        lower number: it may continue tokens that it already has."""
+        lower number: it may continue tokens that it already has. ``shard``: of the rollouter that makes it."""
         if (known := self.open.get(uid)) is not None:
             if known.state != IN_FLIGHT:
                 raise QueueError(f"issue: group {uid} is {known.state}, expected a new group or one in flight")
             lineage, number = min(known.version, version, key=lambda v: (v.number, v.lineage))
-            self._set(known, lineage=lineage, number=number)
+            self._set(known, lineage=lineage, number=number, shard=shard)
             return
         if uid in self._trained:
             raise QueueError(f"issue: group {uid} is trained, expected a new group or one in flight")
         self.issued, self.last_uid = self.issued + 1, uid
-        self._put(GroupRecord(self.issued, uid, prompt_id, epoch, *version, IN_FLIGHT, self._clock()))
+        record = GroupRecord(self.issued, uid, prompt_id, epoch, *version, IN_FLIGHT, self._clock(), shard=shard)
+        self._put(record)
 
     def finish(self, group: Group, payload: Buffer) -> None:
         """Queues a group in flight; ``payload`` is its one buffer."""

@@ -14,12 +14,12 @@ from functools import cache
 from pathlib import Path
 
 from asyncrl.sample_queue.messages import Issued
-from asyncrl.sample_queue.records import DROPPED, GroupRecord, Recovered, VersionRecord
+from asyncrl.sample_queue.records import DROPPED, GroupRecord, Recovered, VersionRecord, holders
 from asyncrl.sample_queue.spool import RecordLocation
 from asyncrl.types.versions import PolicyVersion
 
 FILE = "ledger.sqlite"
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 _APPLICATION_ID = 0x41524C4C  # "ARLL": marks an SQLite file as an asyncrl ledger
 _ROWS_PER_STATEMENT = 32
 _KEYS_PER_STATEMENT = 512
@@ -58,7 +58,8 @@ CREATE TABLE groups (
   trained_s REAL,
   dropped_s REAL,
   attempt INTEGER NOT NULL,
-  refusal TEXT
+  refusal TEXT,
+  shard INTEGER NOT NULL
 );
 CREATE TABLE versions (
   lineage INTEGER NOT NULL,
@@ -210,7 +211,7 @@ def recover(db: sqlite3.Connection) -> Recovered:
         covered_step=meta.get("covered_step", 0),  # type: ignore[arg-type]
         last_uid=last_issued[0] if last_issued else None,
         closed=str(meta.get("closed", "")) or None,
-        holder=int(meta.get("holder", 0)),
+        holders=holders(meta),
     )
 
 

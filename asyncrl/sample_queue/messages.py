@@ -12,23 +12,45 @@ POISON = "poison"  # drop reason: refused too often, or replicas died of it
 SKIPPED = "skipped"  # drop reason: --skip
 
 
+class Holder(NamedTuple):
+    """A rollouter of a run. ``token``: its fencing token; of those of one shard the queue serves the newest."""
+
+    shard: int = 0
+    token: int = 0
+
+
+ONLY = Holder()
+
+
 class Ticket(NamedTuple):
-    """Admission request for a group."""
+    """Admission request for a group. ``place``: how many groups of the run come before it."""
 
     uid: str
     prompt_id: str
     epoch: int
+    place: int
+
+
+class Admitted(NamedTuple):
+    """``started``: groups that their rollouter makes now; ``passed``: those that it does not, since they have ended, or
+    another rollouter makes them; both empty once the queue is closed. ``issued``: groups of the run so far."""
+
+    started: list[str]
+    passed: list[str]
+    issued: int
 
 
 class InFlight(NamedTuple):
     """A group that was issued and is not finished. ``snapshot``: its samples so far, as the rollouter last packed them:
     data of all parts, empty if there is none. ``attempt``: refusals so far."""
 
-    uid: str
-    prompt_id: str
-    epoch: int
+    ticket: Ticket
     snapshot: list[bytes]
     attempt: int = 0
+
+    @property
+    def uid(self) -> str:
+        return self.ticket.uid
 
 
 class Snapshot(NamedTuple):
@@ -68,9 +90,11 @@ class Issued(NamedTuple):
 
 
 class Recovery(NamedTuple):
-    """State for a new rollouter. ``last_uid``: group issued last in the run, in any state; None if there is none.
-    ``history``: all groups ever issued, in the order of issue, for a rollouter that asks for it."""
+    """State for a new rollouter. ``issued``: groups of the run so far; ``last_uid``: the last of them, in any state,
+    None if there is none. ``in_flight``: those that this rollouter makes. ``history``: all groups ever issued, in the
+    order of issue, for a rollouter that asks for it."""
 
+    issued: int
     last_uid: str | None
     in_flight: list[InFlight]
     history: list[Issued] = []  # noqa: RUF012 - never changed

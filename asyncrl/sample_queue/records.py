@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ from asyncrl.sample_queue.spool import Record
 from asyncrl.types.versions import PolicyVersion
 
 IN_FLIGHT, QUEUED, LEASED, TRAINED, DROPPED = STATES = ("in_flight", "queued", "leased", "trained", "dropped")
+
+HOLDER = "holder/"  # before a shard: key in ``meta`` of the fencing token of its newest rollouter
 
 
 class JournalError(RuntimeError):
@@ -50,6 +53,7 @@ class GroupRecord(NamedTuple):
     dropped_s: float | None = None
     attempt: int = 0  # refusals so far, see `asyncrl.sample_queue.acceptance`
     refusal: str | None = None  # reason of the last one
+    shard: int = 0  # of the rollouter that makes it
 
     @property
     def version(self) -> PolicyVersion:
@@ -111,7 +115,7 @@ class Recovered:
     groups whose training no restore can undo; ``dropped``: by reason. ``version``: last one published; ``versions``:
     all ever announced, in order; ``served``: those that replicas serve, oldest first, each with the number of groups
     trained when it was published; empty between a rollback and the next publication. ``last_uid``: group issued last.
-    ``closed``: why no more groups are issued, if so. ``holder``: fencing token of the newest rollouter."""
+    ``closed``: why no more groups are issued, if so. ``holders``: shard → fencing token of its newest rollouter."""
 
     groups: list[GroupRecord] = field(default_factory=list)
     issued: int = 0
@@ -123,4 +127,9 @@ class Recovered:
     covered_step: int = 0
     last_uid: str | None = None
     closed: str | None = None
-    holder: int = 0
+    holders: dict[int, int] = field(default_factory=dict)
+
+
+def holders(meta: Mapping[str, str | int | float]) -> dict[int, int]:
+    """Shard → fencing token of its newest rollouter."""
+    return {int(key.removeprefix(HOLDER)): int(token) for key, token in meta.items() if key.startswith(HOLDER)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
 from typing import Literal
 
@@ -34,25 +34,36 @@ class Schedule:
 
     # -- starting --------------------------------------------------------------------------------------------------
 
-    def startable(self, tickets: Sequence[Ticket], given_up: Collection[str]) -> int:
-        """Number of tickets, from the front, that may start now. ``given_up``: groups dropped as overdue, which use no
-        budget. Raises QueueError for a group that is already finished."""
+    def startable(
+        self, tickets: Sequence[Ticket], count: int, room: int, may_restart: Callable[[GroupRecord], bool]
+    ) -> tuple[list[Ticket], list[Ticket]]:
+        """The first ``count`` tickets that may start now: groups in flight that ``may_restart``, and up to ``room`` new
+        ones; and those before them that never will, as their places are taken. Raises QueueError for a gap."""
         if (oldest := self._versions.oldest) is None:
-            return 0
-        room, known = self.room(), []
-        for count, (uid, *_) in enumerate(tickets):  # asked after each change of the queue: no further than may start
-            if (state := self._table.state(uid)) not in (None, IN_FLIGHT):
-                raise QueueError(f"issue: group {uid} was issued before and is {state}")
-            if state is not None:
-                known.append(self._table.open[uid])
-            elif uid not in given_up:
-                if not room:
-                    tickets = tickets[:count]
-                    break
-                room -= 1
-        if known and (again := self._startable_again(known, oldest)) < len(known):
-            return [ticket.uid for ticket in tickets].index(known[again].uid)
-        return len(tickets)
+            return [], []
+        start: list[Ticket] = []
+        passed: list[Ticket] = []
+        again: list[GroupRecord] = []
+        issued = self._table.issued
+        for ticket in tickets:  # asked after each change of the queue: no further than may start
+            if len(start) == count:
+                break
+            group = self._table.open.get(ticket.uid)
+            if group is not None and group.state == IN_FLIGHT and may_restart(group):
+                again.append(group)
+            elif ticket.place < issued:
+                passed.append(ticket)
+                continue
+            elif ticket.place > issued:
+                raise QueueError(f"issue: group {ticket.uid} has place {ticket.place}, expected {issued}")
+            elif room:
+                room, issued = room - 1, issued + 1
+            else:
+                break
+            start.append(ticket)
+        if again and (may := self._startable_again(again, oldest)) < len(again):
+            del start[[ticket.uid for ticket in start].index(again[may].uid) :]
+        return start, passed
 
     def room(self) -> int:
         """Number of new groups that may start now."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.processes.actor_client import ActorDied
-from asyncrl.rollouter.router import Router
+from asyncrl.run.rollouters import Rollouters
 from asyncrl.simulation.engine import SimulatedEngine, SimulatedReceiver
 from asyncrl.simulation.profile import Profile
 
@@ -25,10 +25,9 @@ class Deaths:
 
 
 class MortalCluster:
-    """Implements `asyncrl.run.supervision.SupervisedCluster`; only replicas start and die. ``resize`` is called when
-    one is removed for good."""
+    """Implements `asyncrl.run.supervision.SupervisedCluster`; only replicas start and die."""
 
-    endpoint = ranks = None
+    endpoints, ranks = (), None
 
     def __init__(
         self,
@@ -36,8 +35,7 @@ class MortalCluster:
         seed: int,
         profile: Profile,
         engines: Mapping[str, SimulatedEngine],
-        router: Router,
-        resize: Callable[[], None],
+        rollouters: Rollouters,
     ) -> None:
         self._deaths, self._draw, self._profile, self._engines = deaths, random.Random(seed), profile, engines
         self.replica_names = list(engines)
@@ -45,7 +43,7 @@ class MortalCluster:
         self.sessions: dict[str, Any] = {}
         self.senders: dict[str, Any] = {}
         self.queue = _Immortal()
-        self.rollouter = _Rollouter(router, resize)
+        self.rollouters = rollouters
         self.count = 0  #: of deaths
 
     async def start_queue(self) -> None: ...
@@ -124,20 +122,3 @@ class _Immortal:
 
     async def stalled_s(self) -> float:
         return 0.0
-
-
-class _Rollouter:
-    def __init__(self, router: Router, resize: Callable[[], None]) -> None:
-        self._router, self._resize = router, resize
-
-    async def unfit(self, silent_s: float | None) -> dict[str, str]:
-        return self._router.unfit(silent_s)
-
-    async def replace_queue(self, handle: Any) -> None: ...
-
-    async def replace_replica(self, name: str, handle: Any) -> None:
-        self._router.replace(name, handle)
-
-    async def retire_replica(self, name: str) -> None:
-        await self._router.retire(name)
-        self._resize()

@@ -8,7 +8,15 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.sample_queue.messages import Issued, Snapshot
-from asyncrl.sample_queue.records import DROPPED, IN_FLIGHT, Changes, GroupRecord, Recovered, VersionRecord
+from asyncrl.sample_queue.records import (
+    DROPPED,
+    IN_FLIGHT,
+    Changes,
+    GroupRecord,
+    Recovered,
+    VersionRecord,
+    holders,
+)
 from asyncrl.types.versions import PolicyVersion
 
 
@@ -71,7 +79,7 @@ class InMemoryRecords:
             covered_step=self.meta.get("covered_step", 0),
             last_uid=groups[-1].uid if groups else None,
             closed=self.meta.get("closed") or None,
-            holder=self.meta.get("holder", 0),
+            holders=holders(self.meta),
         )
 
     def read(self, uid: str) -> bytes | None:

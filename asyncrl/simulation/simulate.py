@@ -15,21 +15,16 @@ from typing import Any
 from asyncrl.config.checks import derive
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
-from asyncrl.data.order import PromptOrder
 from asyncrl.observability.efficiency import EfficiencyTracker
 from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
 from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.session_protocol import ReplicaSession
-from asyncrl.processes.actor_client import ActorDied, first_leaf
+from asyncrl.processes.actor_client import first_leaf
 from asyncrl.processes.tasks import together
 from asyncrl.rollouter.drops import NothingToTrain
-from asyncrl.rollouter.held_queue import HeldQueue
-from asyncrl.rollouter.loop import RolloutLoop
-from asyncrl.rollouter.pacing import GenerationPacer, run_pacer
-from asyncrl.rollouter.router import Router
-from asyncrl.rollouter.samples import SampleMaker
+from asyncrl.run.rollouters import Rollouters, shard_of
 from asyncrl.run.supervision import DiedTooOften, RestartPolicy, Supervisor
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
@@ -38,8 +33,9 @@ from asyncrl.simulation.engine import SimulatedEngine, SimulatedReceiver
 from asyncrl.simulation.profile import Profile
 from asyncrl.simulation.ranks import SimulatedRanks
 from asyncrl.simulation.records import InMemoryRecords
+from asyncrl.simulation.rollouter import SimulatedRollouter
 from asyncrl.simulation.virtual_loop import Stuck, run_virtually
-from asyncrl.simulation.workload import VOCABULARY, SimulatedAgent, SimulatedRewards, SimulatedTokenizer, prompts
+from asyncrl.simulation.workload import VOCABULARY
 from asyncrl.trainer.checkpoints import CheckpointStore
 from asyncrl.trainer.loop import TrainLoop
 from asyncrl.trainer.progress import Progress
@@ -178,36 +174,28 @@ async def _run(
         options.overdue,
         vocab_size=VOCABULARY,
         max_attempts=rollout.max_attempts,
+        shards=rollout.shards,
     )
     engines = {f"replica/{i}": make_engine(profile, rollout.engine.slots) for i in range(rollout.replicas)}
-    router = Router(engines, _is_death, recorder)
-    tokenizer = SimulatedTokenizer(profile)
-    maker = SampleMaker(
-        config,
-        tokenizer,  # type: ignore[arg-type]
-        SimulatedAgent(profile, rewards=not config.reward.has_function),
-        max(group.prompt_tokens for group in profile.groups),
-        router,
-        SimulatedRewards(profile),
-        recorder,
-    )
-    order = PromptOrder(prompts(count), config.seed, config.data.shuffle)
-    held = HeldQueue(queue, 0)
-    loop = RolloutLoop(config, derived.slots, order, maker, held, recorder)
+    of_shard = lambda shard: {name: e for name, e in engines.items() if shard_of(name, rollout.shards) == shard}
+    shards = [
+        SimulatedRollouter(config, profile, shard, of_shard(shard), queue, count, recorder)
+        for shard in range(rollout.shards)
+    ]
+    rollouters = Rollouters(shards)
     sessions: dict[str, ReplicaSession] = {}
     cluster: MortalCluster | None = None
     if deaths is None:
         for name, engine in engines.items():
             sessions[name] = EngineSession(name, engine, SimulatedReceiver(name, profile.sync))
     else:  # replicas join as they start
-        resize = lambda: loop.limiter.resize(len(router.outstanding_tokens) * rollout.engine.slots)
-        cluster = MortalCluster(deaths, config.seed, profile, engines, router, resize)
+        cluster = MortalCluster(deaths, config.seed, profile, engines, rollouters)
     ranks = make_ranks(profile, config.trainer.ranks, recorder)
     sync = ParameterSyncCoordinator(
         replace(config.param_sync, pause=derived.pause),
         {"trainer/0": ranks},
         sessions,
-        router.set_routable,
+        rollouters.set_routable,
         recorder,
     )
     observer = _Observer(ranks, engines, queue, recorder, cpu_s)
@@ -232,18 +220,7 @@ async def _run(
         begun.set()
         await trainer.run()
 
-    async def roll_out() -> None:
-        await begun.wait()
-        await loop.run(await held.recover(history=False))
-
-    async def pace() -> None:
-        await begun.wait()
-        pacer, limit = GenerationPacer(rollout.engine.slots), router.set_max_running_requests
-        await run_pacer(pacer, queue, lambda: loop.blocked_s, limit)
-
-    beside = [router.run(), roll_out()]
-    if rollout.pacing:
-        beside.append(pace())
+    beside = [shard.run(begun) for shard in shards]
     if cluster is not None:
         supervision = config.supervision
         supervisor = Supervisor(supervision, RestartPolicy(supervision), cluster, sync, recorder)  # type: ignore[arg-type]
@@ -252,13 +229,6 @@ async def _run(
     if cluster is not None:
         observer.deaths = cluster.count
     return observer
-
-
-def _is_death(error: BaseException) -> bool:
-    """Raises an error that is not a death: an engine's model is wrong."""
-    if isinstance(error, ActorDied | BaseExceptionGroup):
-        return isinstance(error, ActorDied)
-    raise error
 
 
 class _Observer:

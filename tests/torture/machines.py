@@ -92,6 +92,11 @@ class Machines:
     def _join(self) -> str:
         return f"--address={self.address}"
 
+    def received(self, address: str) -> int:
+        """Bytes that have come in over the machine's cable."""
+        count = self.command("cat", "/sys/class/net/wire/statistics/rx_bytes", address=address)
+        return int(subprocess.run(count, capture_output=True, check=True).stdout)
+
     def restart(self, address: str) -> None:
         """Start a machine's Ray node, unless it lives."""
         if self.raylet(address) is None:

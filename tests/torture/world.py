@@ -26,7 +26,7 @@ from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.group_state import QueueError
 from asyncrl.sample_queue.journal import Journal
-from asyncrl.sample_queue.messages import Snapshot, Ticket
+from asyncrl.sample_queue.messages import Holder, Snapshot, Ticket
 from asyncrl.trainer.loop import TrainLoop
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
@@ -216,7 +216,7 @@ class World:
         if self._rolling is not None:
             self._rolling.cancel()
         self._holder += 1
-        self._rolling = asyncio.create_task(self._rollouter(self._holder))
+        self._rolling = asyncio.create_task(self._rollouter(Holder(0, self._holder)))
 
     async def _call(self, call, *args):
         """A call of the queue that may arrive late, and that a cancelled caller cannot take back."""
@@ -231,7 +231,7 @@ class World:
         task.add_done_callback(lambda t: t.cancelled() or t.exception())
         return await asyncio.shield(task)
 
-    async def _rollouter(self, holder: int) -> None:
+    async def _rollouter(self, holder: Holder) -> None:
         with contextlib.suppress(QueueError):  # another one has taken over
             recovery = await self._call(self.queue.recover, holder)
             waiting = {item.uid: item.attempt for item in recovery.in_flight}
@@ -242,18 +242,20 @@ class World:
                     while len(waiting) < 4:
                         waiting[uid_of(number)] = 0
                         number += 1
-                    uids = list(waiting)
-                    count = await self._call(self.queue.issue, [Ticket(uid, uid, 0) for uid in uids], holder)
-                    if not count:
+                    tickets = [Ticket(uid, uid, 0, int(uid[1:])) for uid in waiting]
+                    started, passed, _ = await self._call(self.queue.issue, tickets, len(tickets), holder)
+                    if not (started or passed):
                         return
-                    for uid in uids[:count]:
+                    for uid in passed:
+                        del waiting[uid]
+                    for uid in started:
                         groups.create_task(self._group(uid, waiting.pop(uid), holder))
 
-    async def _overdue(self, holder: int) -> None:
+    async def _overdue(self, holder: Holder) -> None:
         while await self._call(self.queue.overdue, holder):
             pass
 
-    async def _group(self, uid: str, attempt: int, holder: int) -> None:
+    async def _group(self, uid: str, attempt: int, holder: Holder) -> None:
         chaos = self.chaos
         versions = [self.served]
         with contextlib.suppress(QueueError):

@@ -177,7 +177,8 @@ class CollectiveWriter(SelectorLoop):
             sock.close()
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer = self._peers[hello["who"]] = _Peer(hello["who"], sock, hello["holds"])
+        machine = sock.getpeername()[0]
+        peer = self._peers[hello["who"]] = _Peer(hello["who"], machine, sock, hello["holds"])
         self._selector.register(sock, selectors.EVENT_READ, partial(self._on_readable, peer))
         self._expected.discard(peer.who)
 
@@ -267,7 +268,8 @@ class CollectiveWriter(SelectorLoop):
             self._send_bucket(self._group, sequence)
 
     def _announce(self) -> None:
-        for rank, peer in enumerate(sorted(self._peers.values(), key=lambda p: p.who), 1):
+        # those of a machine in a row, so that a chain brings each bucket to a machine once
+        for rank, peer in enumerate(sorted(self._peers.values(), key=lambda p: (p.machine, p.who)), 1):
             peer.stopped = False
             self._send([peer], {"group": asdict(self._rendezvous(rank)), "capacity": self._buffers[0].numel()})
 
@@ -347,6 +349,7 @@ class _Peer:
     """A reader, as its writer sees it. It has read all buckets before ``read``. ``stopped``: it is in no group."""
 
     who: str
+    machine: str  # its address
     sock: socket.socket
     holds: str
     read: int = 0

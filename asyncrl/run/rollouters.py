@@ -1,0 +1,55 @@
+"""The rollouters of a run: `rollout.shards` processes behind one queue, each with replicas of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+
+def shard_names(role: str, shards: int) -> list[str]:
+    """Names of the actors that each rollouter has one of."""
+    return [role] if shards == 1 else [f"{role}/{shard}" for shard in range(shards)]
+
+
+def shard_of(replica: str, shards: int) -> int:
+    """The shard that serves this replica: names count from 0, and pools are placed in their order."""
+    return int(replica.rpartition("/")[2]) % shards
+
+
+class Rollouters:
+    """Calls to all rollouters. ``shards``: clients of each."""
+
+    def __init__(self, shards: Sequence[Any]) -> None:
+        self.shards = shards
+
+    def of(self, replica: str) -> Any:
+        """The rollouter that serves this replica."""
+        return self.shards[shard_of(replica, len(self.shards))]
+
+    async def set_routable(self, names: Sequence[str]) -> None:
+        of_each = ([name for name in names if self.of(name) is shard] for shard in self.shards)
+        await asyncio.gather(*(shard.set_routable(own) for shard, own in zip(self.shards, of_each, strict=True)))
+
+    async def replace_queue(self, handle: Any) -> None:
+        await asyncio.gather(*(shard.replace_queue(handle) for shard in self.shards))
+
+    async def replace_replica(self, name: str, handle: Any) -> None:
+        await self.of(name).replace_replica(name, handle)
+
+    async def retire_replica(self, name: str) -> None:
+        await self.of(name).retire_replica(name)
+
+    async def unfit(self, silent_s: float | None) -> dict[str, str]:
+        found = await asyncio.gather(*(shard.unfit(silent_s) for shard in self.shards))
+        return {name: why for of_shard in found for name, why in of_shard.items()}
+
+    async def reset(self) -> None:
+        await asyncio.gather(*(shard.reset() for shard in self.shards))
+
+    async def validate(self) -> dict[str, float]:
+        """The first one answers all: a validation has far fewer prompts than its replicas have slots."""
+        return await self.shards[0].validate()
+
+    async def set_validation_first(self, first: bool) -> None:
+        await self.shards[0].set_validation_first(first)
