@@ -19,6 +19,8 @@ MAY_CHANGE = (
     "data.validation_files",
     "data.epochs",
     "rollout.replicas",
+    "rollout.autoscale.",
+    "rollout.shards",
     "rollout.max_concurrent_groups",
     "rollout.max_consecutive_drops",
     "rollout.max_attempts",
