@@ -15,8 +15,8 @@
   median of the windows' percentiles.
 - ``ledger_cpu_share``: CPU seconds of spool, ledger and leases over those of all processes of a quickstart run, Ray's
   included. They run in two threads of the queue's process: the journal's writer and the loop that serves the calls. The
-  figure counts the two busiest threads since the ledger was opened, an upper bound. ``queue_process_cpu_share``: the
-  whole process, with its start and Ray's share in it.
+  figure counts the two busiest threads since the ledger was opened, an upper bound. ``ledger_cpu_ms_per_group``: these
+  seconds for each group of that run. ``queue_process_cpu_share``: the whole process, with its start and Ray's share.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from asyncrl.rollouter.held_queue import HeldQueue
 from asyncrl.run.cluster import CALLS_AT_ONCE
 from asyncrl.run.placement import OBJECT_STORE_BYTES
 from asyncrl.sample_queue.actor import SampleQueueActor
-from asyncrl.sample_queue.messages import Ticket
+from asyncrl.sample_queue.messages import ONLY, Ticket
 from asyncrl.trainer.actors import SampleQueueClient
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
@@ -87,7 +87,7 @@ def start_sample_queue(run_dir: Path) -> Any:
     """Start the actor as a run does, admitting `GROUPS_IN_FLIGHT`."""
     actor = SampleQueueActor.options(max_concurrency=CALLS_AT_ONCE, num_cpus=0)  # type: ignore[attr-defined]
     threshold, endless = (STALENESS_THRESHOLD, 1), 1_000_000_000
-    queue = actor.remote(run_dir, GROUPS_PER_STEP, threshold, endless, "fifo", "wait", 150_000, 3, driver_epoch=1)
+    queue = actor.remote(run_dir, GROUPS_PER_STEP, threshold, endless, "fifo", "wait", 150_000, 3, 1, driver_epoch=1)
     ray.get(queue.start.remote())
     return queue
 
@@ -97,7 +97,7 @@ class Producer:
     """Rollouter side: starts as many groups as admitted; one `put` carries all groups that are waiting."""
 
     def __init__(self, queue: Any) -> None:
-        self._queue = HeldQueue(ActorClient(queue, "queue"), token=0)
+        self._queue = HeldQueue(ActorClient(queue, "queue"), ONLY)
         self._prompt, self._samples = samples_of_a_group()
         self._issued = 0
 
@@ -332,8 +332,9 @@ QUEUE_PROCESS = "ray::SampleQueueActor"
 QUEUE_THREADS = 2  # the loop that serves its calls, and the journal's writer
 
 
-def quickstart_cpu(steps: int, checkpoint: Path, data: Path) -> tuple[CpuSeconds, float]:
-    """CPU seconds of a quickstart of ``steps``: all processes, and the journal's writer by its own count.
+def quickstart_cpu(steps: int, checkpoint: Path, data: Path) -> tuple[CpuSeconds, float, float]:
+    """CPU seconds of a quickstart of ``steps``: all processes, and the journal's writer by its own count; and its
+    groups.
 
     Raises SystemExit if the queue's process was not found or the run failed."""
     quickstart.ensure_inputs(checkpoint, data)
@@ -346,7 +347,7 @@ def quickstart_cpu(steps: int, checkpoint: Path, data: Path) -> tuple[CpuSeconds
             summary = quickstart.run(0, checkpoint, data, folder, overrides)
     if math.isnan(cpu.threads_s(QUEUE_THREADS)):
         raise SystemExit(f"expected a process named {QUEUE_PROCESS} that opens {ledger}, found none")
-    return cpu, summary["perf/ledger_cpu_s"]
+    return cpu, summary["perf/ledger_cpu_s"], summary["count/issued"]
 
 
 # -- the report ----------------------------------------------------------------------------------------------------
@@ -399,7 +400,7 @@ def measure_queue(windows: int, window_s: float, latency_window_s: float) -> dic
 
 def measure_cpu(steps: int, checkpoint: Path, data: Path) -> dict[str, float]:
     """Measure CPU seconds of a quickstart, and print their table. Returns the figures of the last line."""
-    cpu, journal_s = quickstart_cpu(steps, checkpoint, data)
+    cpu, journal_s, groups = quickstart_cpu(steps, checkpoint, data)
     ledger_s = cpu.threads_s(QUEUE_THREADS)
     rows = {
         "all processes": cpu.all_s,
@@ -410,7 +411,11 @@ def measure_cpu(steps: int, checkpoint: Path, data: Path) -> dict[str, float]:
     print(f"\n{f'a quickstart of {steps} steps':54}{'CPU s':>10}{'share':>11}")
     for name, seconds in rows.items():
         print(f"{name:54}{seconds:10.2f}{seconds / cpu.all_s:11.2%}")
-    return {"ledger_cpu_share": ledger_s / cpu.all_s, "queue_process_cpu_share": cpu.process_s / cpu.all_s}
+    return {
+        "ledger_cpu_share": ledger_s / cpu.all_s,
+        "ledger_cpu_ms_per_group": ledger_s / groups * 1e3,
+        "queue_process_cpu_share": cpu.process_s / cpu.all_s,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

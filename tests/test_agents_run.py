@@ -17,8 +17,9 @@ OPTIONS = (
 )
 
 
-def test_a_run_with_agents_survives_the_death_of_each_process(start, tmp_path):
-    run = start("trainer.total_steps=12")
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_with_agents_survives_the_death_of_each_process(start, tmp_path, shards):
+    run = start("trainer.total_steps=12", f"rollout.shards={shards}", f"rollout.replicas={shards}")
     moment = random.Random(1)
     for number, kind in enumerate(["rollouter", ENDPOINT, "replica"], start=1):
         run.until_trained(3 * number)
