@@ -187,6 +187,7 @@ def test_missing_values_and_files_are_reported(tmp_path):
         ("algorithm.entropy_step=0.1", "algorithm.entropy_step: read only with algorithm.entropy_target; expected its"),
         ("algorithm.overlong_penalty=-1", "algorithm.overlong_penalty: expected more than 0"),
         ("algorithm.std_ddof=2", "algorithm.std_ddof: expected at least 0 and at most 1, found 2"),
+        ("rollout.shards=2", "rollout.shards: each needs a replica; expected at most 1, found 2"),
         ("rollout.max_attempts=0", "rollout.max_attempts: expected at least 1, found 0"),
         ("reward.memory_mb=0", "reward.memory_mb: expected at least 1, found 0"),
         ("reward.secrets=[KEY,HOME]", "reward.secrets: a worker has its own HOME; expected names of other variables"),
@@ -505,6 +506,23 @@ def test_more_ranks_than_cpus_are_refused_on_one_machine(files):
 
 def test_problems_of_several_sections_are_reported_at_once(files):
     assert len(problems([*files, "rollout.replicas=0", "rollout.temperature=0", "trainer.total_steps=0"])) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["rollout.autoscale={min: 1, max: 9}"], "rollout.shards: each needs a replica; expected at most 1, found 2"),
+        (["rollout.max_concurrent_groups=1"], "rollout.max_concurrent_groups: expected at least one for each of 2"),
+        (["rollout.agent.path=x:y", "rollout.agent.port=80"], "rollout.agent.port: each of 2 rollout.shards has an"),
+        (
+            ["data.curriculum.by=level", "data.epochs=0"],
+            "rollout.shards: a curriculum draws each prompt by all earlier",
+        ),
+    ],
+)
+def test_what_shards_cannot_have_is_refused(files, options, problem):
+    found = problems([*files, "rollout.replicas=4", "ray.cpus_per_replica=0.1", "rollout.shards=2", *options])
+    assert any(line.startswith(problem) for line in found), found
 
 
 def test_derived_figures(files):
