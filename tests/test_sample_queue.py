@@ -405,15 +405,13 @@ async def test_shards_take_the_groups_of_one_order_and_each_gets_its_own_back(tm
     assert await q.issue(tickets("cd", 2), 2, one) == Admitted([], ["c", "d"], 4)
     with pytest.raises(QueueError, match="group f has place 5, expected 4"):
         await q.issue(tickets("f", 5), 1, one)
-    assert await q.issue(tickets("efg", 4), 3, one) == Admitted(["e", "f", "g"], [], 7)
-    assert await q.issue(tickets("cdefgh", 2), 9, two) == Admitted(
-        ["c", "d", "h"], ["e", "f", "g"], 8
-    )  # repeats a call
+    assert await q.issue(tickets("efg", 4), 3, one) == Admitted(["e", "f"], [], 6)  # half of all is its share
+    assert await q.issue(tickets("cdefgh", 2), 9, two) == Admitted(list("cdgh"), ["e", "f"], 8)  # c and d once more
     await journal.close()
 
     q = queue(per_version=8, records=(journal := Journal(tmp_path)), shards=2)
     found = await q.recover(Holder(1, 3))
-    assert (found.issued, found.last_uid, [g.uid for g in found.in_flight]) == (8, "h", ["c", "d", "h"])
+    assert (found.issued, found.last_uid, [g.uid for g in found.in_flight]) == (8, "h", list("cdgh"))
     with pytest.raises(QueueError, match="a call of rollouter 2 came after rollouter 3 had taken over"):
         await q.put([payload("c", 0)], two)
     assert await q.put([payload("a", 0)], one) == []  # this one goes on
@@ -421,6 +419,15 @@ async def test_shards_take_the_groups_of_one_order_and_each_gets_its_own_back(tm
     await q.drop([Drop("c", "zero_variance")], Holder(1, 3))
     assert await waiting == Admitted(["i"], [], 9)
     await journal.close()
+
+
+async def test_a_shard_gets_what_the_others_leave():
+    q = queue(per_version=9, shards=3)
+    await q.publish(PolicyVersion(0, 0))
+    assert await q.issue(tickets("abcdefghi"), 9, Holder(0)) == Admitted(["a", "b", "c"], [], 3)
+    assert await q.issue(tickets("abcdef"), 3, Holder(1)) == Admitted(["d", "e", "f"], ["a", "b", "c"], 6)
+    more = await waits(q.issue(tickets("defghi", 3), 6, Holder(0)))
+    assert await more == Admitted(["g", "h", "i"], ["d", "e", "f"], 9)  # the third has not asked
 
 
 async def test_a_run_resumed_with_fewer_shards_divides_the_groups_of_the_others(tmp_path):

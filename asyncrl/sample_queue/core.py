@@ -62,6 +62,8 @@ from asyncrl.sample_queue.versions import VersionTable
 from asyncrl.types.groups import Group
 from asyncrl.types.versions import PolicyVersion
 
+_OTHERS_ASK_S = 0.05  # for all shards to ask for the groups that may start
+
 
 class Records(Protocol):
     """Durable storage of the queue's state: `asyncrl.sample_queue.journal.Journal`."""
@@ -107,6 +109,7 @@ class SampleQueue:
         self._payloads: dict[str, bytes] = {}  # of queued and leased groups; after a restart they are read from disk
         self._to_cancel: defaultdict[int, list[str]] = defaultdict(list)  # shard → dropped as overdue, not reported yet
         self._asking = 0  # calls of `issue` that wait
+        self._roomy_since_s: float | None = None  # groups may start
         self._abandoned = 0  # steps, by a rollback or a release, which end waiting leases
         self._starved_s = 0.0  # time that leases waited for groups
         self._waits: list[float] = []  # start times of current waits
@@ -151,7 +154,7 @@ class SampleQueue:
 
     async def issue(self, tickets: Sequence[Ticket], count: int, holder: Holder = ONLY) -> Admitted:
         """Starts as many of these groups, in this order and up to ``count``, as may start now; waits until one may, or
-        none ever will. Rollouters that wait at the same time get equal shares of the budget.
+        none ever will. A shard gets more than its share of what may be in flight only if the others leave it.
 
         Groups in flight may be issued again, before new ones: they keep their place and the earlier deadline, since
         they may continue their tokens. New ones have consecutive places, the first of which may be taken. Raises
@@ -159,11 +162,17 @@ class SampleQueue:
         if not tickets:
             raise QueueError("issue: expected at least one group, found none")
 
+        def may_restart(group: GroupRecord) -> bool:
+            return group.state == IN_FLIGHT and self._shard_of(group) == holder.shard
+
         def startable() -> tuple[list[Ticket], list[Ticket]]:
-            room = math.ceil(self._schedule.room() / self._asking)
-            return self._schedule.startable(tickets, count, room, lambda group: self._shard_of(group) == holder.shard)
+            return self._schedule.startable(tickets, count, self._room_for(holder.shard), may_restart)
+
+        restarts = any(may_restart(self._table.open[uid]) for uid, *_ in tickets if uid in self._table.open)
 
         def answerable() -> bool:
+            if not restarts and not self._schedule.room() and tickets[-1].place >= self._table.issued:
+                return False  # asked after each change of the queue: without a look at all tickets
             start, passed = startable()
             return bool(start) or len(passed) == len(tickets)
 
@@ -418,6 +427,7 @@ class SampleQueue:
             raise
 
     async def _wake(self) -> None:
+        self._note_room()
         async with self._changed:
             self._changed.notify_all()
 
@@ -433,6 +443,24 @@ class SampleQueue:
         if self._outdated(holder):
             newer = self._holders[holder.shard]
             raise QueueError(f"a call of rollouter {holder.token} came after rollouter {newer} had taken over")
+
+    def _room_for(self, shard: int) -> int:
+        """New groups that this shard may start now. Others may be about to ask for as many: at first it gets no more
+        than its share of all that may be in flight, and always no more than others that wait get."""
+        room, in_flight = self._schedule.room(), self._table.in_flight
+        may_be_in_flight = room + in_flight.total()
+        own = sum(count for of, count in in_flight.items() if of % self._shards == shard)
+        left = max(0, math.ceil(may_be_in_flight / self._shards) - own)
+        waited = self._roomy_since_s is not None and now_s() >= self._roomy_since_s + _OTHERS_ASK_S
+        return min(math.ceil(room / self._asking), room if waited else left)
+
+    def _note_room(self) -> None:
+        if self._shards == 1 or not self._schedule.room():
+            self._roomy_since_s = None
+        elif self._roomy_since_s is None:
+            self._roomy_since_s = now_s()
+            wake = lambda: asyncio.ensure_future(self._wake())
+            asyncio.get_running_loop().call_later(_OTHERS_ASK_S, wake)
 
     def _shard_of(self, group: GroupRecord) -> int:
         """Of the rollouter that makes this group; a resumed run may have fewer of them."""

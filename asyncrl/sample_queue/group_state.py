@@ -43,6 +43,7 @@ class GroupTable:
         self.open = {group.uid: group for group in found.groups if group.state != TRAINED}
         self.leased = {group.uid: group for group in found.groups if group.state == LEASED}  #: also in ``open``
         self._trained = {group.uid: group for group in found.groups if group.state == TRAINED}  # provisionally
+        self.in_flight = Counter(group.shard for group in found.groups if group.state == IN_FLIGHT)  #: by shard
         self._final = found.final
         self.issued, self.last_uid = found.issued, found.last_uid
         self.dropped = Counter(found.dropped)  # by reason
@@ -216,6 +217,10 @@ class GroupTable:
     def _put(self, group: GroupRecord) -> None:
         """Stores the record where its state belongs."""
         uid = group.uid
+        if (before := self.open.get(uid)) is not None and before.state == IN_FLIGHT:
+            self.in_flight[before.shard] -= 1
+        if group.state == IN_FLIGHT:
+            self.in_flight[group.shard] += 1
         self._changes.groups[uid] = group
         if group.final:
             del self._trained[uid]

@@ -10,7 +10,7 @@ from typing import Literal
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.group_state import GroupTable, QueueError
 from asyncrl.sample_queue.messages import Ticket
-from asyncrl.sample_queue.records import IN_FLIGHT, QUEUED, GroupRecord
+from asyncrl.sample_queue.records import QUEUED, GroupRecord
 from asyncrl.sample_queue.versions import VersionTable
 from asyncrl.types.versions import PolicyVersion
 
@@ -37,19 +37,19 @@ class Schedule:
     def startable(
         self, tickets: Sequence[Ticket], count: int, room: int, may_restart: Callable[[GroupRecord], bool]
     ) -> tuple[list[Ticket], list[Ticket]]:
-        """The first ``count`` tickets that may start now: groups in flight that ``may_restart``, and up to ``room`` new
-        ones; and those before them that never will, as their places are taken. Raises QueueError for a gap."""
+        """The first ``count`` tickets that may start now, those that ``may_restart`` and up to ``room`` new ones; and
+        those before them that never will, as their places are taken. Raises QueueError for a gap."""
         if (oldest := self._versions.oldest) is None:
             return [], []
         start: list[Ticket] = []
         passed: list[Ticket] = []
         again: list[GroupRecord] = []
         issued = self._table.issued
-        for ticket in tickets:  # asked after each change of the queue: no further than may start
+        for ticket in tickets:
             if len(start) == count:
                 break
             group = self._table.open.get(ticket.uid)
-            if group is not None and group.state == IN_FLIGHT and may_restart(group):
+            if group is not None and may_restart(group):
                 again.append(group)
             elif ticket.place < issued:
                 passed.append(ticket)
