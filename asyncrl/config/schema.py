@@ -184,7 +184,7 @@ class RolloutConfig(Section):
     min_group_size: PositiveInt = 2  # a group with fewer samples left after failures is dropped
     replicas: PositiveInt = 1  # engine processes at the start, each with its own copy of the model
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
-    shards: PositiveInt = 1  # rollouter processes, each with its part of the replicas; one makes 2,000 samples a second
+    shards: PositiveInt = 1  # rollouter processes, each with its part of the replicas; see docs/cluster.md
     temperature: PositiveFloat = 1.0  # samples are drawn from the whole vocabulary, as the loss assumes
     max_response_tokens: PositiveInt = 256  # of one sequence; tokens that a tool adds to it count, too
     max_turns: NonNegativeInt = 0  # calls of generate in one sample; 0: any number
