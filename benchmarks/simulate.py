@@ -167,7 +167,7 @@ def tail_table() -> Mapping[int, float]:
     split = lambda ranks: [f"trainer.ranks={ranks}", f"rollout.replicas={2 * GPUS - ranks}"]
     return {
         ranks: in_turn / step_s(profile, "async_training.staleness_threshold=1", *split(ranks))
-        for ranks in range(GPUS // 2, GPUS + 5, 2)
+        for ranks in range(GPUS, 2 * GPUS - 3, 2)
     }
 
 

@@ -109,6 +109,7 @@ class SampleQueue:
         self._payloads: dict[str, bytes] = {}  # of queued and leased groups; after a restart they are read from disk
         self._to_cancel: defaultdict[int, list[str]] = defaultdict(list)  # shard → dropped as overdue, not reported yet
         self._asking = 0  # calls of `issue` that wait
+        self._recovered: set[int] = set()  # shards
         self._roomy_since_s: float | None = None  # groups may start
         self._abandoned = 0  # steps, by a rollback or a release, which end waiting leases
         self._starved_s = 0.0  # time that leases waited for groups
@@ -129,6 +130,9 @@ class SampleQueue:
         Raises QueueError, like all calls of this side, if a newer rollouter holds the shard."""
         self._check_holder(holder)
         self._holders[holder.shard] = self._changes.meta[f"{HOLDER}{holder.shard}"] = holder.token
+        if holder.shard not in self._recovered:  # it is about to ask for its share
+            self._recovered.add(holder.shard)
+            self._roomy_since_s = None
         await self._commit()  # also wakes calls of the previous holder, which fail
         in_flight = [group for group in self._table.in_state(IN_FLIGHT) if self._shard_of(group) == holder.shard]
         snapshots = self._records.snapshots({group.uid: group.attempt for group in in_flight})

@@ -62,6 +62,7 @@ class Storm:
             policy=draw.choice(("fifo", "fifo", "ready_first")),
             overdue=draw.choice(("wait", "wait", "drop")),
             journal_dir=draw.random() < 0.4,
+            shards=(1, 1, 2, 3, 2)[seed % 5],
         )
         memory = Path("/dev/shm")  # where a sync costs nothing
         self._scratch = Path(tempfile.mkdtemp(prefix="torture-", dir=memory if memory.is_dir() else None))

@@ -38,7 +38,7 @@ SEGMENT_BYTES = 16 * 1024
 
 @dataclass(frozen=True)
 class Setting:
-    """Of a whole storm. ``batch``: groups per step."""
+    """Of a whole storm. ``batch``: groups per step; ``shards``: rollouters, at most."""
 
     steps: int = 40
     batch: int = 2
@@ -46,6 +46,7 @@ class Setting:
     policy: str = "fifo"
     overdue: str = "wait"
     journal_dir: bool = False
+    shards: int = 1
 
     def options(self, folder: Path) -> list[str]:
         journal = [f"journal_dir={folder / 'local'}"] if self.journal_dir else []
@@ -108,7 +109,8 @@ class World:
         )
         total = self.derived.total_groups
         admission = Admission(self.derived.groups_per_version, Fraction(setting.staleness), total)
-        self.queue = SampleQueue(admission, self.journal, setting.policy, setting.overdue, VOCAB)
+        self._shards = 1 + self.folder.epoch.number % setting.shards  # another number after each resume
+        self.queue = SampleQueue(admission, self.journal, setting.policy, setting.overdue, VOCAB, shards=self._shards)
         for group in self.journal.recover().groups:
             if group.state != "in_flight":
                 assert Group.from_buffer(self.journal.read(group.uid)).uid == group.uid
@@ -116,7 +118,7 @@ class World:
         self._uids: list[str] = []  # of the parts of a step
         self.served = PolicyVersion(0, 0)
         self._holder = self.folder.epoch.number * 1000
-        self._rolling: asyncio.Task | None = None
+        self._rolling: dict[int, asyncio.Task] = {}  # by shard
         self._late: set[asyncio.Task] = set()  # calls of rollouters, which outlive them
 
     async def run(self) -> None:
@@ -124,7 +126,7 @@ class World:
         checkpoints, copy = self.folder.checkpoints, self.folder.journal_copy
         loop = TrainLoop(config, self.derived, self, self, self, self, self, self, recorder, checkpoints, copy)
         await loop.begin(self.folder.checkpoint)
-        self._roll_out()
+        await self.reset()
         nemesis = asyncio.create_task(self._nemesis())
         training = asyncio.create_task(loop.run())
         done, _ = await asyncio.wait([training, nemesis], return_when=asyncio.FIRST_COMPLETED)
@@ -139,7 +141,7 @@ class World:
         """Replaces rollouters at any time; their calls arrive late."""
         while True:
             await asyncio.sleep(self.chaos.expovariate(1 / 0.05))
-            self._roll_out()
+            self._roll_out(self.chaos.randrange(self._shards) if self._shards > 1 else 0)
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
@@ -209,14 +211,15 @@ class World:
     # -- the rollouter -------------------------------------------------------------------------------------------------
 
     async def reset(self):
-        self._roll_out()
+        for shard in range(self._shards):
+            self._roll_out(shard)
 
-    def _roll_out(self) -> None:
+    def _roll_out(self, shard: int) -> None:
         """A new rollouter; the one before dies, but not the calls that it has made."""
-        if self._rolling is not None:
-            self._rolling.cancel()
+        if shard in self._rolling:
+            self._rolling[shard].cancel()
         self._holder += 1
-        self._rolling = asyncio.create_task(self._rollouter(Holder(0, self._holder)))
+        self._rolling[shard] = asyncio.create_task(self._rollouter(Holder(shard, self._holder)))
 
     async def _call(self, call, *args):
         """A call of the queue that may arrive late, and that a cancelled caller cannot take back."""
@@ -235,7 +238,7 @@ class World:
         with contextlib.suppress(QueueError):  # another one has taken over
             recovery = await self._call(self.queue.recover, holder)
             waiting = {item.uid: item.attempt for item in recovery.in_flight}
-            number = int(recovery.last_uid[1:]) + 1 if recovery.last_uid is not None else 0
+            number = recovery.issued
             async with asyncio.TaskGroup() as groups:
                 groups.create_task(self._overdue(holder))
                 while True:
@@ -243,9 +246,10 @@ class World:
                         waiting[uid_of(number)] = 0
                         number += 1
                     tickets = [Ticket(uid, uid, 0, int(uid[1:])) for uid in waiting]
-                    started, passed, _ = await self._call(self.queue.issue, tickets, len(tickets), holder)
+                    started, passed, issued = await self._call(self.queue.issue, tickets, len(tickets), holder)
                     if not (started or passed):
                         return
+                    number = max(number, issued)
                     for uid in passed:
                         del waiting[uid]
                     for uid in started:
