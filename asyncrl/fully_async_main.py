@@ -64,6 +64,7 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
                 cluster.rollouters.set_routable,
                 recorder,
                 cluster.end,
+                cluster.rollouters.strands,
             )
             supervisor = Supervisor(config.supervision, RestartPolicy(config.supervision), cluster, sync, recorder)
             scaling = Scaling(config, folder.path, cluster, supervisor, lambda: monitor.efficiency)

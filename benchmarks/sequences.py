@@ -50,7 +50,7 @@ from asyncrl.rollouter.rewards.pool import RewardPool
 from asyncrl.rollouter.router import Router
 from asyncrl.rollouter.samples import SampleMaker
 from asyncrl.rollouter.tokenizer import PromptTokenizer
-from asyncrl.sample_queue.messages import Recovery
+from asyncrl.sample_queue.messages import Admitted, Recovery, Ticket
 from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.trainer.batches import build_batch, offsets
 from asyncrl.trainer.rank import TrainerRank
@@ -199,9 +199,9 @@ class Budget:
     def __init__(self, groups: int) -> None:
         self._room = asyncio.Semaphore(groups)
 
-    async def issue(self, tickets: Sequence[Any]) -> int:
+    async def issue(self, tickets: Sequence[Ticket], count: int) -> Admitted:
         await self._room.acquire()
-        return 1
+        return Admitted([tickets[0].uid], [], tickets[0].place + 1)
 
     async def put(self, groups: Sequence[bytes]) -> list[Any]:
         for _ in groups:
@@ -215,7 +215,7 @@ class Budget:
         return await asyncio.Event().wait()  # type: ignore[return-value]
 
     async def snapshot(self, parts: Sequence[Any]) -> None: ...
-    async def close(self, reason: str) -> None: ...
+    async def end(self, reason: str) -> None: ...
 
 
 @asynccontextmanager
@@ -231,7 +231,7 @@ async def rollouts(
     maker = SampleMaker(config, tokenizer, agent, 64, router, RewardPool(config.reward), recorder)
     loop = RolloutLoop(config, derive(config).slots, PromptOrder(prompts, 0), maker, Budget(groups), recorder)
     await engine.resume(V0)
-    running = [asyncio.create_task(router.run()), asyncio.create_task(loop.run(Recovery(None, [])))]
+    running = [asyncio.create_task(router.run()), asyncio.create_task(loop.run(Recovery(0, None, [])))]
     try:
         yield engine, recorder, loop
     finally:

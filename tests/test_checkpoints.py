@@ -88,8 +88,8 @@ class Run:
     async def someone_to_join(self):
         await asyncio.Event().wait()
 
-    def routable(self):
-        return ["replica"]
+    def stranded(self):
+        return False
 
     # queue
     async def lease(self, step, count, having=(), wait=True):

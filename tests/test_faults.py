@@ -338,7 +338,10 @@ def test_a_full_disk_ends_the_run_with_the_reason_and_loses_nothing(start, tmp_p
             {"steps_per_version": 2},
         ),
         (["param_sync.staging=full"], {}),
-        (SHARDS, {}),
+        (
+            [*SHARDS, "async_training.trigger_parameter_sync_step=2", "async_training.staleness_threshold=0.5"],
+            {"steps_per_version": 2},
+        ),
     ],
     ids=["ready first", "whole samples", "two steps a version", "a host copy", "two shards"],
 )

@@ -80,10 +80,8 @@ def test_a_machine_dies_and_another_joins_late(tmp_path, count):
 
 
 def test_weights_come_in_over_each_cable_once_for_all_replicas_of_a_machine():
-    mib, replicas = (
-        48,
-        {f"replica/{i}": ADDRESSES[1 + i % 2] for i in range(6)},
-    )  # neighbours by name are on two machines
+    mib = 48
+    replicas = {f"replica/{i}": ADDRESSES[1 + i % 2] for i in range(6)}  # neighbours by name are on two machines
     program = [sys.executable, "-m", "tests.support.over_cables"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with closing(Machines(0, spare=3, mbit=MBIT)) as machines:

@@ -20,6 +20,7 @@ from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.manifest import ManifestError
 from asyncrl.param_sync.session import PHASES, SyncSession
 from asyncrl.param_sync.session_protocol import REPLICA_CALLS, answer, remote_session
+from asyncrl.run.rollouters import Rollouters, shard_names
 from tests.support.sync_processes import (
     config,
     digests,
@@ -388,6 +389,35 @@ async def test_a_replica_that_fails_two_syncs_in_a_row_is_restarted():
         assert why.startswith("failed two syncs in a row (")
 
 
+async def test_a_replica_that_others_cannot_stand_in_for_is_restarted_after_one_failed_sync(monkeypatch):
+    unfit = []
+
+    async def routable(names): ...
+
+    async def restart(name, why):
+        unfit.append((name, why))
+
+    class Evicting:
+        def __init__(self, senders, fleet, *_):
+            self._fleet = fleet
+
+        async def run(self, version):
+            self._fleet.serve("replica/0", version)
+            self._fleet.evict("replica/1", "stuck")
+            return SimpleNamespace(evicted={"replica/1": "stuck"})
+
+    monkeypatch.setattr("asyncrl.param_sync.coordinator.SyncSession", Evicting)
+    strands = Rollouters([SimpleNamespace(name=name) for name in shard_names("rollouter", 2)]).strands
+    group = ParameterSyncCoordinator(config(), {}, {}, routable, Recorder("driver"), restart, strands=strands)
+    for name in ("replica/0", "replica/1", "replica/2"):
+        group.join(name, name)
+    await group.rejoin(version(1))
+    assert unfit == [("replica/1", "failed a sync, and samples wait for it (stuck)")]
+    assert group.stranded()
+    await group.leave("replica/1")  # it dies, and nobody else of its shard is left to be synced
+    await asyncio.wait_for(group.someone_to_join(), 10)
+
+
 async def test_a_replica_that_was_replaced_during_a_sync_is_not_restarted(monkeypatch):
     unfit = []
 
@@ -406,7 +436,8 @@ async def test_a_replica_that_was_replaced_during_a_sync_is_not_restarted(monkey
             return SimpleNamespace(evicted={"replica/0": "stuck"})
 
     monkeypatch.setattr("asyncrl.param_sync.coordinator.SyncSession", Evicting)
-    group = ParameterSyncCoordinator(config(), {}, {}, routable, Recorder("driver"), restart)
+    recorder, served = Recorder("driver"), lambda _: False
+    group = ParameterSyncCoordinator(config(), {}, {}, routable, recorder, restart, strands=served)
     group.join("replica/0", "a replica")
     for number, restarted in ((1, []), (2, []), (3, []), (4, ["replica/0"])):
         await group.rejoin(version(number))

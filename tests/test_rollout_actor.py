@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 from fractions import Fraction
 
+import pytest
+
 from asyncrl.config.checks import derive
 from asyncrl.config.load import load_config
 from asyncrl.models.config import ModelConfig
@@ -12,6 +14,7 @@ from asyncrl.rollouter.engine_lease import EngineLease, LeasedEngine
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
+from asyncrl.sample_queue.group_state import QueueError
 from asyncrl.sample_queue.messages import Holder
 from asyncrl.simulation.records import InMemoryRecords
 from asyncrl.types.versions import PolicyVersion
@@ -83,6 +86,39 @@ async def lease(queue, step):
     """The answer to a lease of more groups than there will be."""
     lease, _ = await asyncio.wait_for(queue.lease(step, PROMPTS + 1), 120)
     return lease
+
+
+class Outliving:
+    """A queue whose calls outlive their cancelled callers, as those of another process do."""
+
+    def __init__(self, queue) -> None:
+        self._queue, self.calls = queue, []
+
+    def __getattr__(self, name):
+        async def call(*args):
+            self.calls.append((name, task := asyncio.ensure_future(getattr(self._queue, name)(*args))))
+            return await asyncio.shield(task)
+
+        return call
+
+
+async def test_a_call_that_a_reset_leaves_at_the_queue_starts_nothing(inputs, monkeypatch):
+    async with rollouter(inputs, monkeypatch) as (actor, queue):
+        actor._queue = outliving = Outliving(queue)
+        async with running(actor):
+            issued = lambda: [task for name, task in outliving.calls if name == "issue"]
+            while not issued():
+                await asyncio.sleep(0.01)
+            (left,) = issued()
+            await actor.reset()
+            while len(issued()) < 2:
+                await asyncio.sleep(0.01)
+            await queue.publish(PolicyVersion(0, 0))
+            with pytest.raises(QueueError, match="had taken over"):
+                await left
+            assert (await lease(queue, 1)).closed == "the prompts ended"
+            balance = queue.balance()
+            assert (balance["issued"], balance["in_flight"]) == (PROMPTS, 0)
 
 
 async def test_run_survives_a_reset_without_losing_a_group(inputs, monkeypatch):

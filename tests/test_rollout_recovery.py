@@ -18,6 +18,7 @@ from asyncrl.rollouter.loop import RolloutLoop
 from asyncrl.rollouter.partial import PartialSample, pack, unpack
 from asyncrl.rollouter.validation import ROUNDS
 from asyncrl.sample_queue.messages import Drop, InFlight, Recovery, Snapshot, Ticket
+from asyncrl.sample_queue.records import IN_FLIGHT
 from asyncrl.simulation.records import InMemoryRecords
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason
@@ -87,6 +88,12 @@ async def until(condition) -> None:
             await asyncio.sleep(0.005)
 
 
+def tokens_in_flight(records) -> int:
+    """In the snapshots of groups that are not finished."""
+    in_flight = {group.uid: group.attempt for group in records.recover().groups if group.state == IN_FLIGHT}
+    return sum(s.token_count for parts in records.snapshots(in_flight).values() for s in unpack(parts))
+
+
 async def until_quiet(taken: list) -> None:
     """Wait until nothing has been added for several intervals of `OFTEN`."""
     async with asyncio.timeout(60):
@@ -141,12 +148,10 @@ async def test_a_killed_rollouter_loses_no_group_and_its_samples_keep_their_toke
         async with System(
             inputs, judge, *EPOCH, OFTEN, replicas={"r": LeasedEngine(lease, 1)}, records=records
         ) as first:
-            await until(lambda: first.queue.balance()["queued"] >= 2 and len(records.snapshots()) >= 2)
-            await asyncio.sleep(0.1)
+            await until(lambda: first.queue.balance()["queued"] >= 2 and tokens_in_flight(records) > 0)
         recovery = await first.queue.recover()
         had = {i.uid: unpack(i.snapshot) for i in recovery.in_flight if i.snapshot}
-        tokens = sum(s.token_count for samples in had.values() for s in samples)
-        assert tokens > 0
+        tokens = tokens_in_flight(records)
 
         async with System(
             inputs, judge, *EPOCH, OFTEN, replicas={"r": LeasedEngine(lease, 2)}, records=records

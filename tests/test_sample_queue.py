@@ -430,6 +430,13 @@ async def test_a_shard_gets_what_the_others_leave():
     assert await more == Admitted(["g", "h", "i"], ["d", "e", "f"], 9)  # the third has not asked
 
 
+async def test_a_call_that_is_repeated_while_it_waits_gets_the_same_groups():
+    q = queue(per_version=1)
+    first, again = [await waits(q.issue(tickets("abc"), 3)) for _ in range(2)]
+    await q.publish(PolicyVersion(0, 0))
+    assert await first == await again == Admitted(["a"], [], 1)
+
+
 async def test_a_run_resumed_with_fewer_shards_divides_the_groups_of_the_others(tmp_path):
     records = InMemoryRecords()
     q = queue(per_version=6, records=records, shards=3)

@@ -83,8 +83,8 @@ class Parts:
     async def someone_to_join(self):
         await asyncio.Event().wait()
 
-    def routable(self):
-        return ["replica"]
+    def stranded(self):
+        return False
 
     async def on_step(self, progress, metrics):
         return metrics
@@ -213,8 +213,8 @@ class OnlyReplica:
     async def renew(self):
         self.renewed.set()
 
-    def routable(self):
-        return []
+    def stranded(self):
+        return True
 
 
 async def test_the_only_replica_is_restarted_if_its_rejoin_fails():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from asyncrl.config.schema import ParamSyncConfig
 from asyncrl.observability.telemetry.clock import now_s
@@ -22,7 +22,8 @@ class ParameterSyncCoordinator:
     """``await coordinator(version)`` moves all replicas to a version and returns the session's metrics.
 
     ``on_routable`` gets the routable replicas whenever they change; ``on_unfit`` the name of each replica that must be
-    restarted, and why. ``config.pause`` must be a mode. ``senders`` may change between sessions."""
+    restarted, and why. ``strands``: whether samples wait if only these replicas are routable; by default if none is.
+    ``config.pause`` must be a mode. ``senders`` may change between sessions."""
 
     def __init__(
         self,
@@ -32,7 +33,9 @@ class ParameterSyncCoordinator:
         on_routable: Callable[[Sequence[str]], Awaitable[None]],
         recorder: Recorder,
         on_unfit: Callable[[str, str], Awaitable[None]] | None = None,
+        strands: Callable[[Collection[str]], bool] = lambda routable: not routable,
     ) -> None:
+        self._strands = strands
         self._config, self._senders, self._recorder = config, senders, recorder
         self._on_routable, self._on_unfit = on_routable, on_unfit
         self._routable: frozenset[str] = frozenset(replicas)  # the router's initial set
@@ -70,7 +73,7 @@ class ParameterSyncCoordinator:
                 await self._on_unfit(name, f"is out of service ({why or 'not synced yet'})")
 
     async def someone_to_join(self) -> None:
-        """Wait until a replica needs a sync: one joined since the last session, or the last routable one left."""
+        """Wait until a replica needs a sync: one joined since the last session, or one left and strands samples."""
         await self._joined.wait()
         self._joined.clear()
 
@@ -81,9 +84,9 @@ class ParameterSyncCoordinator:
         self._joined.set()
 
     async def leave(self, name: str) -> None:
-        """Remove a dead replica. If no replica is routable now, the waiting ones must be synced at once."""
+        """Remove a dead replica. If samples are stranded now, the waiting replicas must be synced at once."""
         self.fleet.remove(name)
-        if self.fleet.sessions and not self.fleet.routable:
+        if self.fleet.sessions and self.stranded():
             self._joined.set()
         await self._report_routable()
 
@@ -94,6 +97,10 @@ class ParameterSyncCoordinator:
 
     def routable(self) -> list[str]:
         return sorted(self.fleet.routable)
+
+    def stranded(self) -> bool:
+        """True if samples wait for a replica until a sync brings one back: the trainer may wait for them."""
+        return self._strands(self.fleet.routable)
 
     async def _session(
         self, version: PolicyVersion, only: Sequence[str] | None, on_sent: Callable[[], None] = lambda: None
@@ -111,9 +118,12 @@ class ParameterSyncCoordinator:
         # a replica that was replaced meanwhile starts over
         evicted = {name for name in report.evicted if self.fleet.sessions.get(name) is before[name]}
         again, self._evicted = self._evicted & evicted, evicted
-        for name in sorted(again):
+        unfit = {name: "failed two syncs in a row" for name in again}
+        if self.stranded():
+            unfit |= dict.fromkeys(evicted - again, "failed a sync, and samples wait for it")
+        for name, why in sorted(unfit.items()):
             if self._on_unfit is not None:
-                await self._on_unfit(name, f"failed two syncs in a row ({report.evicted[name]})")
+                await self._on_unfit(name, f"{why} ({report.evicted[name]})")
         return report
 
     async def _report_routable(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
@@ -31,10 +32,13 @@ from asyncrl.processes.garbage import collect_rarely
 from asyncrl.processes.sigterm import sigterm
 from asyncrl.rollouter.engine_lease import LeasedEngine
 from asyncrl.rollouter.engines.base import EngineDied, EventBatch, Request, Scheduling
+from asyncrl.rollouter.held_queue import HeldQueue
 from asyncrl.rollouter.pacing import GenerationPacer, run_pacer
 from asyncrl.sample_queue.messages import Holder
 
 log = logging.getLogger(__name__)
+
+_LOOPS = 10**6  # more than one process runs
 
 
 @ray.remote
@@ -204,10 +208,11 @@ class RollouterActor(SupervisedActor):
         self._recorder = Recorder(self.name)
         self._queue = RestartableClient(queue, "queue")
         self._holder = holder
-        self._endpoint = endpoint
+        self._endpoint, self._endpoint_name = endpoint, name.replace("rollouter", "endpoint")
         self._link: Any = None
         self._replicas = {name: self._leased(name, handle) for name, handle in replicas.items()}
         self._loop: Any = None
+        self._loops = itertools.count()
         self._rolling_out: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -217,13 +222,12 @@ class RollouterActor(SupervisedActor):
         from asyncrl.data.order import PromptOrder
         from asyncrl.rollouter.answering import Answering
         from asyncrl.rollouter.endpoint.link import EndpointLink
-        from asyncrl.rollouter.held_queue import HeldQueue
         from asyncrl.rollouter.loop import RolloutLoop
         from asyncrl.rollouter.validation import Validation
 
         config = self._config
         if config.rollout.agent.enabled:
-            endpoint = ActorClient(self._endpoint, "endpoint") if self._endpoint is not None else None
+            endpoint = ActorClient(self._endpoint, self._endpoint_name) if self._endpoint is not None else None
             self._link = EndpointLink(endpoint, self._holder.token, ActorDied)  # type: ignore[arg-type]
         prompts, held_out = await asyncio.to_thread(load_run_prompts, config.data)  # a source may take minutes
         self._validation_prompts = held_out[: config.validation.max_prompts or None]
@@ -235,12 +239,10 @@ class RollouterActor(SupervisedActor):
         self._router = answering.router
         self._validation = Validation(config, answering.maker, self._recorder)
 
-        self._held_queue = HeldQueue(self._queue, self._holder)
-
-        def new_loop() -> RolloutLoop:
+        def new_loop(queue: HeldQueue) -> RolloutLoop:
             data = config.data
             order = PromptOrder(prompts, config.seed, data.shuffle, data.epochs, data.mixture, data.curriculum)
-            return RolloutLoop(config, self._slots, order, answering.maker, self._held_queue, self._recorder)
+            return RolloutLoop(config, self._slots, order, answering.maker, queue, self._recorder)
 
         self._new_loop = new_loop
         self._serving = asyncio.create_task(_unwrapped(answering.run()))
@@ -287,7 +289,7 @@ class RollouterActor(SupervisedActor):
 
     async def replace_endpoint(self, handle: Any) -> None:
         """Use a new or restarted endpoint; samples of the old one begin again."""
-        self._link.replace(ActorClient(handle, "endpoint"))
+        self._link.replace(ActorClient(handle, self._endpoint_name))
 
     async def replace_replica(self, name: str, handle: Any) -> None:
         """Use a new or restarted replica; it gets work once `set_routable` names it."""
@@ -311,8 +313,11 @@ class RollouterActor(SupervisedActor):
 
     async def _roll_out(self) -> None:
         """Run one rollout loop, from the queue's current state until `reset`: a rollback may reopen a closed queue."""
-        recovery = await self._held_queue.recover(history=bool(self._config.data.curriculum.by))
-        self._loop = self._new_loop()
+        # another token for each loop: calls that a cancelled one has left at the queue must start nothing there
+        token = self._holder.token * _LOOPS + next(self._loops)
+        queue = HeldQueue(self._queue, self._holder._replace(token=token))
+        recovery = await queue.recover(history=bool(self._config.data.curriculum.by))
+        self._loop = self._new_loop(queue)
         async with asyncio.TaskGroup() as tasks:
             pacing = tasks.create_task(self._pace()) if self._config.rollout.pacing else None
             await self._loop.run(recovery)

@@ -85,8 +85,8 @@ class _FinishedGroup:
 
 
 class RolloutLoop:
-    """One per run, on one asyncio loop. ``slots``: of all replicas; ``prompts`` may be endless; when they end, the loop
-    closes the queue."""
+    """One per rollouter, on one asyncio loop. ``slots``: of its replicas; ``prompts`` may be endless; when they end,
+    the queue is closed once no rollouter has a group in flight."""
 
     def __init__(
         self,

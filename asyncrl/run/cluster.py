@@ -25,7 +25,7 @@ from asyncrl.run.environments import interpreter
 from asyncrl.run.placement import Placement
 from asyncrl.run.placement_plan import make_plan, pools
 from asyncrl.run.preflight import Preflight
-from asyncrl.run.rollouters import Rollouters, shard_names
+from asyncrl.run.rollouters import RollouterClient, Rollouters, shard_names
 from asyncrl.run.run_folder import RunFolder
 from asyncrl.sample_queue.actor import SampleQueueActor
 from asyncrl.sample_queue.messages import Holder
@@ -73,9 +73,9 @@ class Cluster:
         self._relays: dict[str, tuple[ActorClient, RelayedSessions]] = {}  # by node id, in order
         self.queue: Any = RestartableClient(None, "queue", SampleQueueClient)
         shards = config.rollout.shards
-        restartable = lambda role: [RestartableClient(None, name) for name in shard_names(role, shards)]
-        self.rollouters = Rollouters(restartable("rollouter"))
-        self.endpoints: Sequence[Any] = restartable("endpoint") if config.rollout.agent.enabled else []  # of each shard
+        self.rollouters = Rollouters([RollouterClient(None, name) for name in shard_names("rollouter", shards)])
+        endpoints = shard_names("endpoint", shards) if config.rollout.agent.enabled else []
+        self.endpoints: Sequence[Any] = [RestartableClient(None, name) for name in endpoints]  # of each shard
 
     async def open(self) -> None:
         """Join or start Ray and place the pools. Raises PlacementError and ConfigError."""
@@ -129,15 +129,15 @@ class Cluster:
         client.replace(endpoint.handle)
 
     async def start_rollouter(self, shard: int, routable: Callable[[], Sequence[str]]) -> None:
-        """A rollouter that resumes the ledger's in-flight groups. ``routable()``: replicas that rollouters may use at
-        first."""
+        """A rollouter that resumes its shard's groups in flight. ``routable()``: replicas that rollouters may use."""
         client = self.rollouters.shards[shard]
         await self.kill(client.name)
         rollouter = self._make_rollouter(shard, client.name)
         await self._started([rollouter], rollouter.start())
-        own = [name for name in routable() if self.rollouters.of(name) is client]
-        await rollouter.set_routable(own)  # before any call that waits for this rollouter
+        own = lambda: [name for name in routable() if self.rollouters.of(name) is client]
+        await rollouter.set_routable(own())  # before any call that waits for this rollouter
         client.replace(rollouter.handle)
+        await rollouter.set_routable(own())  # which may have changed since, and was not sent to it
 
     async def start_ranks(self) -> None:
         """All ranks, with the run's initial weights."""

@@ -81,6 +81,7 @@ class Monitor:
         self._drained_s = -math.inf
         self._asked: dict[str, asyncio.Task[Batch]] = {}
         self._gauges: dict[str, float] = {}  # the last of each, over all actors
+        self._widths: dict[str, float] = {}  # samples that each rollouter lets a replica generate at once
         self.efficiency: EfficiencyTracker | None = None  # from the first version on
         self._syncs: list[Mapping[str, float]] = []
         self._groups: deque[Any] = deque(maxlen=MAX_GROUPS)  # shapes of the newest
@@ -212,7 +213,7 @@ class Monitor:
             generated=window["perf/rollout_tokens_per_s"] * seconds,
             generating_s=(1 - window["fully_async/rollouter/idle_ratio"]) * seconds,
             rewarding_s=window["fully_async/rewarding_ratio"] * seconds,
-            unthrottled=self._gauges.get("rollout/width", math.inf) >= self._config.rollout.engine.slots,
+            unthrottled=min(self._widths.values(), default=math.inf) >= self._config.rollout.engine.slots,
         )
 
     async def _queue_stats(self) -> dict[str, float]:
@@ -236,6 +237,8 @@ class Monitor:
                 self._window.update(batch.counters)
                 self._totals.update(batch.counters)
                 self._gauges |= batch.gauges
+                if (width := batch.gauges.get("rollout/width")) is not None:
+                    self._widths[batch.actor] = width
                 self._groups += batch.profiled
                 self._hub.spans(batch)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 from typing import Any
+
+from asyncrl.processes.actor_client import ActorDied, RestartableClient
 
 
 def shard_names(role: str, shards: int) -> list[str]:
@@ -17,6 +20,21 @@ def shard_of(replica: str, shards: int) -> int:
     return int(replica.rpartition("/")[2]) % shards
 
 
+class RollouterClient(RestartableClient):
+    """A rollouter that is dead or starting hears nothing of replicas: it gets the newest list when it has started."""
+
+    async def set_routable(self, names: Sequence[str]) -> None:
+        with contextlib.suppress(ActorDied):
+            if self.handle is not None:
+                await self.once.set_routable(names)
+
+    async def unfit(self, silent_s: float | None) -> dict[str, str]:
+        with contextlib.suppress(ActorDied):
+            if self.handle is not None:
+                return await self.once.unfit(silent_s)
+        return {}
+
+
 class Rollouters:
     """Calls to all rollouters. ``shards``: clients of each."""
 
@@ -26,6 +44,10 @@ class Rollouters:
     def of(self, replica: str) -> Any:
         """The rollouter that serves this replica."""
         return self.shards[shard_of(replica, len(self.shards))]
+
+    def strands(self, routable: Collection[str]) -> bool:
+        """True if a shard has none of these replicas: its samples go to no other."""
+        return {self.of(name).name for name in routable} != {shard.name for shard in self.shards}
 
     async def set_routable(self, names: Sequence[str]) -> None:
         of_each = ([name for name in names if self.of(name) is shard] for shard in self.shards)
@@ -48,7 +70,7 @@ class Rollouters:
         await asyncio.gather(*(shard.reset() for shard in self.shards))
 
     async def validate(self) -> dict[str, float]:
-        """The first one answers all: a validation has far fewer prompts than its replicas have slots."""
+        """The first one answers all, with its own replicas."""
         return await self.shards[0].validate()
 
     async def set_validation_first(self, first: bool) -> None:

@@ -1,7 +1,7 @@
 """Bounded queue between the rollouter and the trainer: waiting, durability, and the calls of both sides.
 
     rollouter                                                trainer
-    recover, issue, put, drop, snapshot, overdue             lease, trained, release, covered, rollback,
+    recover, room, issue, put, drop, snapshot, overdue, end  lease, trained, release, covered, rollback,
                                                              announce, publish, retire_before
 
 Group states are in `asyncrl.sample_queue.group_state`, policy in `asyncrl.sample_queue.schedule`, files in
@@ -110,7 +110,8 @@ class SampleQueue:
         self._to_cancel: defaultdict[int, list[str]] = defaultdict(list)  # shard → dropped as overdue, not reported yet
         self._asking = 0  # calls of `issue` that wait
         self._recovered: set[int] = set()  # shards
-        self._roomy_since_s: float | None = None  # groups may start
+        self._sharing: asyncio.TimerHandle | None = None  # since groups may start
+        self._others_asked = False  # or had time to
         self._abandoned = 0  # steps, by a rollback or a release, which end waiting leases
         self._starved_s = 0.0  # time that leases waited for groups
         self._waits: list[float] = []  # start times of current waits
@@ -121,7 +122,7 @@ class SampleQueue:
 
     # -- the rollouter's side --------------------------------------------------------------------------------------
 
-    # ``holder`` is the calling rollouter; of each shard the queue serves the one that recovered last.
+    # ``holder`` is the calling rollouter; of each shard the queue serves the one with the highest token.
 
     async def recover(self, holder: Holder = ONLY, history: bool = False) -> Recovery:
         """State for a new rollouter, which holds its shard from now on: the last group issued, and its groups in
@@ -132,7 +133,7 @@ class SampleQueue:
         self._holders[holder.shard] = self._changes.meta[f"{HOLDER}{holder.shard}"] = holder.token
         if holder.shard not in self._recovered:  # it is about to ask for its share
             self._recovered.add(holder.shard)
-            self._roomy_since_s = None
+            self._forget_room()
         await self._commit()  # also wakes calls of the previous holder, which fail
         in_flight = [group for group in self._table.in_state(IN_FLIGHT) if self._shard_of(group) == holder.shard]
         snapshots = self._records.snapshots({group.uid: group.attempt for group in in_flight})
@@ -161,7 +162,7 @@ class SampleQueue:
         none ever will. A shard gets more than its share of what may be in flight only if the others leave it.
 
         Groups in flight may be issued again, before new ones: they keep their place and the earlier deadline, since
-        they may continue their tokens. New ones have consecutive places, the first of which may be taken. Raises
+        they may continue their tokens. New ones have consecutive places, the first few of which may be taken. Raises
         QueueError for a place that is too high, or if the run failed."""
         if not tickets:
             raise QueueError("issue: expected at least one group, found none")
@@ -172,9 +173,13 @@ class SampleQueue:
         def startable() -> tuple[list[Ticket], list[Ticket]]:
             return self._schedule.startable(tickets, count, self._room_for(holder.shard), may_restart)
 
-        restarts = any(may_restart(self._table.open[uid]) for uid, *_ in tickets if uid in self._table.open)
+        looked, restarts = -1, False
 
         def answerable() -> bool:
+            nonlocal looked, restarts
+            if looked != self._table.issued:  # by a call that this one repeats, perhaps
+                looked = self._table.issued
+                restarts = any(may_restart(self._table.open[uid]) for uid, *_ in tickets if uid in self._table.open)
             if not restarts and not self._schedule.room() and tickets[-1].place >= self._table.issued:
                 return False  # asked after each change of the queue: without a look at all tickets
             start, passed = startable()
@@ -182,6 +187,7 @@ class SampleQueue:
 
         async with self._changed:
             self._asking += 1
+            self._note_room()
             try:
                 await self._wait_until(lambda: self._outdated(holder) or self._closed is not None or answerable())
                 self._check_holder(holder)
@@ -368,7 +374,7 @@ class SampleQueue:
         """Stops issuing groups once none is in flight, in any rollouter."""
         async with self._changed:
             await self._wait_until(
-                lambda: self._outdated(holder) or self._closed is not None or not self._table.in_state(IN_FLIGHT)
+                lambda: self._outdated(holder) or self._closed is not None or not self._table.in_flight.total()
             )
             self._check_holder(holder)
         await self.close(reason)
@@ -455,16 +461,23 @@ class SampleQueue:
         may_be_in_flight = room + in_flight.total()
         own = sum(count for of, count in in_flight.items() if of % self._shards == shard)
         left = max(0, math.ceil(may_be_in_flight / self._shards) - own)
-        waited = self._roomy_since_s is not None and now_s() >= self._roomy_since_s + _OTHERS_ASK_S
-        return min(math.ceil(room / self._asking), room if waited else left)
+        return min(math.ceil(room / self._asking), room if self._others_asked else left)
 
     def _note_room(self) -> None:
+        """Give the other shards time to ask, once from when groups may start."""
         if self._shards == 1 or not self._schedule.room():
-            self._roomy_since_s = None
-        elif self._roomy_since_s is None:
-            self._roomy_since_s = now_s()
-            wake = lambda: asyncio.ensure_future(self._wake())
-            asyncio.get_running_loop().call_later(_OTHERS_ASK_S, wake)
+            self._forget_room()
+        elif self._sharing is None:
+            self._sharing = asyncio.get_running_loop().call_later(_OTHERS_ASK_S, self._share_no_longer)
+
+    def _share_no_longer(self) -> None:
+        self._others_asked = True
+        self._waking = asyncio.ensure_future(self._wake())
+
+    def _forget_room(self) -> None:
+        if self._sharing is not None:
+            self._sharing.cancel()
+        self._sharing, self._others_asked = None, False
 
     def _shard_of(self, group: GroupRecord) -> int:
         """Of the rollouter that makes this group; a resumed run may have fewer of them."""

@@ -37,6 +37,7 @@ class SimulatedRollouter:
         count: int,
         recorder: Recorder,
     ) -> None:
+        self.name = f"rollouter/{shard}"
         self._config, self._queue, self._held = config, queue, HeldQueue(queue, Holder(shard))
         self._router = Router(engines, _is_death, recorder)
         maker = SampleMaker(

@@ -197,6 +197,7 @@ async def _run(
         sessions,
         rollouters.set_routable,
         recorder,
+        strands=rollouters.strands,
     )
     observer = _Observer(ranks, engines, queue, recorder, cpu_s)
     trainer = TrainLoop(

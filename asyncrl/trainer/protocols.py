@@ -72,7 +72,7 @@ class Sync(Protocol):
     async def someone_to_join(self) -> None:
         """Wait for a restarted replica that no session has seen yet."""
 
-    def routable(self) -> list[str]: ...
+    def stranded(self) -> bool: ...
 
 
 class Rollouter(Protocol):

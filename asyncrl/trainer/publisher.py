@@ -50,7 +50,7 @@ class Publisher:
         after a restore."""
         state = self._state
         await self._rolling.finish()
-        await self.while_replicas_join(self._validation.finished(), self._none_routable)
+        await self.while_replicas_join(self._validation.finished(), self._stranded)
         # announced before any replica can serve it: its tokens may reach the queue before `publish` does
         await self._queue.announce(state.progress.version)
         if self._overlapped and self._published and not state.progress.last:
@@ -121,26 +121,26 @@ class Publisher:
         await self._validation.validate(progress)
         await self._observer.on_version(progress)
 
-    async def _none_routable(self) -> bool:
-        """True if no replica is routable: only the next sync can bring one back, so it must not wait."""
-        return not self._sync.routable()
+    async def _stranded(self) -> bool:
+        """True if samples wait for a replica: only the next sync can bring one back, so it must not wait."""
+        return self._sync.stranded()
 
     async def _rejoin(self) -> bool:
         """Sync restarted replicas now, so that they need not wait for the next version; returns False.
 
         If the weights are ahead of the published version, publishes them as the same number in a new lineage, but only
-        if no replica is routable: live replicas would have to change over for nothing."""
+        if samples wait for a replica: live ones would have to change over for nothing."""
         progress = self._state.progress
         if progress.trained == progress.trained_at_publish:
             try:
                 await self._sync.rejoin(progress.version)
             except SyncError as e:
-                if not self._sync.routable() or await self._ranks.lost(e) is not None:
+                if self._sync.stranded() or await self._ranks.lost(e) is not None:
                     raise
                 log.warning("%s; restarted replicas join at the next sync", e)
-            if not self._sync.routable():  # no group could start, so the next sync would never come
+            if self._sync.stranded():  # the next sync may never come
                 await self._sync.renew()
-        elif not self._sync.routable():
+        elif self._sync.stranded():
             self._state.next_lineage()
             await self.publish()
         return False

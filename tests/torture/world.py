@@ -183,8 +183,8 @@ class World:
     async def someone_to_join(self):
         await asyncio.Event().wait()
 
-    def routable(self):
-        return ["replica"]
+    def stranded(self):
+        return False
 
     # -- validation and observer ---------------------------------------------------------------------------------------
 

@@ -176,8 +176,12 @@ class CollectiveWriter(SelectorLoop):
         if hello["session"] != self._session or hello["who"] not in self._expected:
             sock.close()
             return
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        machine = sock.getpeername()[0]
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            machine = sock.getpeername()[0]
+        except OSError:  # it is gone already
+            sock.close()
+            return
         peer = self._peers[hello["who"]] = _Peer(hello["who"], machine, sock, hello["holds"])
         self._selector.register(sock, selectors.EVENT_READ, partial(self._on_readable, peer))
         self._expected.discard(peer.who)
@@ -268,8 +272,9 @@ class CollectiveWriter(SelectorLoop):
             self._send_bucket(self._group, sequence)
 
     def _announce(self) -> None:
-        # those of a machine in a row, so that a chain brings each bucket to a machine once
-        for rank, peer in enumerate(sorted(self._peers.values(), key=lambda p: (p.machine, p.who)), 1):
+        # a chain brings each bucket to a machine once: those of a machine are in a row, those of this one come first
+        order = lambda peer: (peer.machine != self.address.host, peer.machine, peer.who)
+        for rank, peer in enumerate(sorted(self._peers.values(), key=order), 1):
             peer.stopped = False
             self._send([peer], {"group": asdict(self._rendezvous(rank)), "capacity": self._buffers[0].numel()})
 
