@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrl.sample_queue.journal import newest_copy
 from asyncrl.sample_queue.ledger import FILE, LedgerError, read_meta, reading
-from asyncrl.sample_queue.records import HOLDER, STATES
+from asyncrl.sample_queue.records import HOLDER_KEY, STATES
 
 _LAST_VERSIONS = 10
 _BAR = 40  # characters
@@ -27,7 +27,7 @@ _OF_GROUPS = (
     ("reward", "reward", 3),
     ("success", "success", 3),
 )
-_HIDDEN_META = ("spool_segment", "spool_offset", "served_from", HOLDER, "driver_epoch")  # how their keys begin
+_HIDDEN_META = ("spool_segment", "spool_offset", "served_from", HOLDER_KEY, "driver_epoch")  # how their keys begin
 
 
 def balance(db: sqlite3.Connection) -> dict[str, int]:

@@ -38,7 +38,7 @@ from asyncrl.sample_queue.messages import Holder
 
 log = logging.getLogger(__name__)
 
-_LOOPS = 10**6  # more than one process runs
+_LOOPS = 10**6  # tokens for the loops of one rollouter, more than it ever runs
 
 
 @ray.remote

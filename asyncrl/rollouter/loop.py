@@ -175,16 +175,16 @@ class RolloutLoop:
         while True:
             wanted = await self.limiter.room(self._rollout.n)
             self._blocked_since_s = now_s()
-            issued = await self._issue_up_to(wanted)
+            admitted = await self._issue_up_to(wanted)
             self._blocked_s, self._blocked_since_s = self.blocked_s, None
-            if issued is None:
+            if admitted is None:
                 return True
-            if not (issued.started or issued.passed):
+            if not (admitted.started or admitted.passed):
                 return False
-            for uid in issued.started:
+            for uid in admitted.started:
                 if (group := self._upcoming.pop(uid, None)) is not None:  # unless it became overdue meanwhile
                     self._start(groups, group)
-            for uid in issued.passed:
+            for uid in admitted.passed:
                 self._upcoming.pop(uid, None)
 
     async def _issue_up_to(self, wanted: int) -> Admitted | None:

@@ -48,7 +48,7 @@ from asyncrl.sample_queue.messages import (
 )
 from asyncrl.sample_queue.records import (
     DROPPED,
-    HOLDER,
+    HOLDER_KEY,
     IN_FLIGHT,
     QUEUED,
     TRAINED,
@@ -130,7 +130,7 @@ class SampleQueue:
 
         Raises QueueError, like all calls of this side, if a newer rollouter holds the shard."""
         self._check_holder(holder)
-        self._holders[holder.shard] = self._changes.meta[f"{HOLDER}{holder.shard}"] = holder.token
+        self._holders[holder.shard] = self._changes.meta[f"{HOLDER_KEY}{holder.shard}"] = holder.token
         if holder.shard not in self._recovered:  # it is about to ask for its share
             self._recovered.add(holder.shard)
             self._forget_room()

@@ -11,7 +11,7 @@ from asyncrl.types.versions import PolicyVersion
 
 IN_FLIGHT, QUEUED, LEASED, TRAINED, DROPPED = STATES = ("in_flight", "queued", "leased", "trained", "dropped")
 
-HOLDER = "holder/"  # before a shard: key in ``meta`` of the fencing token of its newest rollouter
+HOLDER_KEY = "holder/"  # before a shard: key in ``meta`` of the fencing token of its newest rollouter
 
 
 class JournalError(RuntimeError):
@@ -132,4 +132,4 @@ class Recovered:
 
 def holders(meta: Mapping[str, str | int | float]) -> dict[int, int]:
     """Shard → fencing token of its newest rollouter."""
-    return {int(key.removeprefix(HOLDER)): int(token) for key, token in meta.items() if key.startswith(HOLDER)}
+    return {int(key.removeprefix(HOLDER_KEY)): int(token) for key, token in meta.items() if key.startswith(HOLDER_KEY)}
