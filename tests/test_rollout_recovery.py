@@ -152,6 +152,7 @@ async def test_a_killed_rollouter_loses_no_group_and_its_samples_keep_their_toke
         recovery = await first.queue.recover()
         had = {i.uid: unpack(i.snapshot) for i in recovery.in_flight if i.snapshot}
         tokens = tokens_in_flight(records)
+        assert tokens > 0
 
         async with System(
             inputs, judge, *EPOCH, OFTEN, replicas={"r": LeasedEngine(lease, 2)}, records=records
