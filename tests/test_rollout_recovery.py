@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 import time
 
 import numpy as np
@@ -61,6 +62,20 @@ def slow_down(engine: NativeEngine, step_s: float) -> None:
         step()
 
     engine._core.step = slow  # type: ignore[method-assign]
+
+
+def gated(engine: NativeEngine) -> threading.Event:
+    """Its next step waits while the event is not set."""
+    gate, step = threading.Event(), engine._core.step
+    gate.set()
+
+    def wait() -> None:
+        if not gate.wait(60):
+            raise TimeoutError("the gate stayed closed")
+        step()
+
+    engine._core.step = wait  # type: ignore[method-assign]
+    return gate
 
 
 class Mortal(LeasedEngine):
@@ -144,14 +159,19 @@ async def test_samples_of_a_dead_replica_equal_those_of_an_undisturbed_run_bit_f
 async def test_a_killed_rollouter_loses_no_group_and_its_samples_keep_their_tokens(inputs):
     records = InMemoryRecords()
     async with engines(inputs, 1, step_s=0.01) as (engine,):
-        lease = EngineLease(engine)
+        lease, gate = EngineLease(engine), gated(engine)
         async with System(
             inputs, judge, *EPOCH, OFTEN, replicas={"r": LeasedEngine(lease, 1)}, records=records
         ) as first:
-            await until(lambda: first.queue.balance()["queued"] >= 2 and tokens_in_flight(records) > 0)
+            while gate.is_set() or tokens_in_flight(records) == 0:  # a group may end before the engine stops
+                gate.set()
+                await until(lambda: first.queue.balance()["queued"] >= 2 and tokens_in_flight(records) > 0)
+                gate.clear()
+                await asyncio.sleep(0.2)
         recovery = await first.queue.recover()
         had = {i.uid: unpack(i.snapshot) for i in recovery.in_flight if i.snapshot}
         tokens = tokens_in_flight(records)
+        gate.set()
         assert tokens > 0
 
         async with System(
