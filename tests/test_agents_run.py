@@ -17,7 +17,8 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.faults
+@pytest.mark.parametrize("shards", [1, 2])
 def test_a_run_with_agents_survives_the_death_of_each_process(start, tmp_path, shards):
     run = start("trainer.total_steps=12", f"rollout.shards={shards}", f"rollout.replicas={shards}")
     moment = random.Random(1)

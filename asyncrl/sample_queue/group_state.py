@@ -61,6 +61,11 @@ class GroupTable:
         """Groups issued and not dropped: those that the staleness budget counts."""
         return self.issued - self.dropped.total()
 
+    @property
+    def queued(self) -> int:
+        """Finished groups that are not leased."""
+        return len(self.open) - self.in_flight.total() - len(self.leased)
+
     def state(self, uid: str) -> str | None:
         """None for a group that was never issued, or that is dropped or final."""
         group = self.open.get(uid) or self._trained.get(uid)

@@ -92,8 +92,10 @@ class Schedule:
 
     def next_batch(self, count: int) -> list[GroupRecord] | None:
         """The ``count`` groups of the next step; None until all of them are finished."""
+        if self._table.queued < count:  # asked after each change of the queue: too few to look for the right ones
+            return None
         waiting = self._table.waiting()  # in the order of issue
-        if self._order == "fifo":  # asked after each change of the queue: looks at no more than the batch
+        if self._order == "fifo":
             taken = list(islice(takewhile(lambda group: group.state == QUEUED, waiting), count))
             return taken if len(taken) == count else None
         ordered = self.in_training_order(waiting)
