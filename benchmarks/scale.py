@@ -33,7 +33,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import ray
 from ray import cloudpickle
@@ -43,13 +43,13 @@ from asyncrl.config.schema import Config, ParamSyncConfig
 from asyncrl.param_sync.digest import ROLES, combine_hashes
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.manifest import Manifest, Role
-from asyncrl.param_sync.relay import Answer, Call, RelayedSessions
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.session import SyncSession
-from asyncrl.param_sync.session_protocol import ReplicaSession
+from asyncrl.param_sync.session_protocol import remote_session
 from asyncrl.processes.actor_client import ActorClient, start_ray
 from asyncrl.processes.garbage import collect_rarely
-from asyncrl.rollouter.actors import RelayActor
+from asyncrl.processes.relay import Answer, Call, Relayed
+from asyncrl.rollouter.actors import SYNC_GATHER_S, RelayActor, Route
 from asyncrl.run.cluster import RELAYS_PER_CALL
 from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.simulation.engine import SimulatedEngine
@@ -233,13 +233,10 @@ class Sender:
 class InstantRelay:
     """Answers every call at once. Calls and answers are pickled and read again, of which a driver does half."""
 
-    async def make(self, calls: Sequence[Call]) -> list[Answer]:
+    async def exchange(self, caller: str, calls: Sequence[Call], gather_s: float) -> list[Answer]:
         calls = cloudpickle.loads(cloudpickle.dumps(calls))
-        answers = [Answer(call.number, ANSWERS.get(call.name), None) for call in calls]
+        answers = [Answer(call.number, ANSWERS.get(call.args[0]), None) for call in calls]
         return cloudpickle.loads(cloudpickle.dumps(answers))
-
-    async def rest(self, numbers: Sequence[int]) -> list[Answer]:
-        return []
 
 
 @ray.remote(num_cpus=0)
@@ -257,13 +254,9 @@ class Counted:
     def __init__(self, relay: Any) -> None:
         self._relay, self.calls = relay, 0
 
-    def make(self, calls: Sequence[Call]) -> Any:
+    def exchange(self, caller: str, calls: Sequence[Call], gather_s: float) -> Any:
         self.calls += 1
-        return self._relay.make(calls)
-
-    def rest(self, numbers: Sequence[int]) -> Any:
-        self.calls += 1
-        return self._relay.rest(numbers)
+        return self._relay.exchange(caller, calls, gather_s)
 
 
 class SessionTimes(NamedTuple):
@@ -275,10 +268,10 @@ class SessionTimes(NamedTuple):
 async def session_times(relays: Sequence[Any], replicas: int, rounds: int) -> SessionTimes:
     """Medians over ``rounds`` sessions of ``replicas``, each relay with those of `RELAYS_PER_CALL` machines."""
     fleet, counted = Fleet(), [Counted(relay) for relay in relays]
-    sessions = [RelayedSessions(relay) for relay in counted]
+    through, each = [Relayed(relay, "driver", SYNC_GATHER_S) for relay in counted], ON_MACHINE * RELAYS_PER_CALL
     for number in range(replicas):
-        name, relayed = f"replica/{number}", sessions[number // (ON_MACHINE * RELAYS_PER_CALL)]
-        fleet.add(name, relayed.session(name, cast(ReplicaSession, None)))
+        client = through[number // each].client(number % each, None)
+        fleet.add(f"replica/{number}", remote_session(client.sync))
     found = []
     for number in range(rounds + 1):
         calls, began_s, cpu_s = sum(relay.calls for relay in counted), time.perf_counter(), time.process_time()
@@ -296,12 +289,12 @@ async def real_session_times(rounds: int) -> SessionTimes:
     for i in range(REAL // ON_MACHINE):
         relay = ActorClient(RelayActor.options(num_cpus=0).remote(f"relay/{i}"), f"relay/{i}")  # type: ignore[attr-defined]
         relays.append(relay)
-        for replica in range(ON_MACHINE):
-            number = i * ON_MACHINE + replica
-            await relay.register(f"replica/{number}", replicas[number])
-            if i % RELAYS_PER_CALL:
-                first = relays[i - i % RELAYS_PER_CALL]
-                await first.register(f"replica/{number}", replicas[number], relay.name, relay.handle)
+        first = relays[i - i % RELAYS_PER_CALL]
+        for number in range(i * ON_MACHINE, (i + 1) * ON_MACHINE):
+            name, replica = f"replica/{number}", replicas[number]
+            target = await relay.register(name, replica)
+            if first is not relay:
+                await first.register(name, replica, Route(relay.name, relay.handle, target))
     return await session_times(relays[::RELAYS_PER_CALL], REAL, rounds)
 
 

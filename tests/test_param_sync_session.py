@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from asyncrl.config.schema import RolloutConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
 from asyncrl.param_sync.errors import SyncError
@@ -407,7 +408,8 @@ async def test_a_replica_that_others_cannot_stand_in_for_is_restarted_after_one_
             return SimpleNamespace(evicted={"replica/1": "stuck"})
 
     monkeypatch.setattr("asyncrl.param_sync.coordinator.SyncSession", Evicting)
-    strands = Rollouters([SimpleNamespace(name=name) for name in shard_names("rollouter", 2)]).strands
+    shards = [SimpleNamespace(name=name) for name in shard_names("rollouter", 2)]
+    strands = Rollouters(shards, RolloutConfig(replicas=2, shards=2)).strands
     group = ParameterSyncCoordinator(config(), {}, {}, routable, Recorder("driver"), restart, strands=strands)
     for name in ("replica/0", "replica/1", "replica/2"):
         group.join(name, name)

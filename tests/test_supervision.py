@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncrl.config.schema import SupervisionConfig
+from asyncrl.config.schema import RolloutConfig, SupervisionConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.processes.actor_client import ActorBroken, ActorDied, ActorStartFailed, Preempted, RestartableClient
@@ -78,7 +78,10 @@ class World:
         self.fleet = SimpleNamespace(sessions=self._joined)
         self.queue = RestartableClient(None, "queue", once=lambda handle, name: handle)
         self.endpoints: list[RestartableClient] = []
-        self.rollouters = Rollouters([self._shard(name) for name in shard_names("rollouter", shards)])
+        self.rollouters = Rollouters(
+            [self._shard(name) for name in shard_names("rollouter", shards)],
+            RolloutConfig(replicas=len(names), shards=shards),
+        )
 
     def _shard(self, name):
         return SimpleNamespace(
@@ -133,6 +136,9 @@ class World:
     async def start_replica(self, name):
         await self._start(name)
         self.replicas[name] = Replica(name)
+
+    def reached(self, name):
+        return self.replicas[name]
 
     async def start_ranks(self):
         self.senders = {name: Replica(name) for name in ("trainer/0", "trainer/1")}

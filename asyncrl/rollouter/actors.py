@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -17,8 +17,7 @@ from asyncrl.config.schema import Config
 from asyncrl.cpu.priority import never_interrupt
 from asyncrl.observability.telemetry.log import LogConfig
 from asyncrl.observability.telemetry.recorder import Batch, Recorder
-from asyncrl.param_sync.relay import Answer, Call, Relay, RelayedSessions
-from asyncrl.param_sync.session_protocol import answer, remote_session, repeatable
+from asyncrl.param_sync.session_protocol import answer, repeatable
 from asyncrl.processes.actor_client import (
     ActorClient,
     ActorDied,
@@ -29,6 +28,7 @@ from asyncrl.processes.actor_client import (
 )
 from asyncrl.processes.device_errors import is_device_error
 from asyncrl.processes.garbage import collect_rarely
+from asyncrl.processes.relay import Answer, Call, Relay, Relayed
 from asyncrl.processes.sigterm import sigterm
 from asyncrl.rollouter.engine_lease import LeasedEngine
 from asyncrl.rollouter.engines.base import EngineDied, EventBatch, Request, Scheduling
@@ -38,7 +38,24 @@ from asyncrl.sample_queue.messages import Holder
 
 log = logging.getLogger(__name__)
 
+SYNC_GATHER_S = 0.2  # for answers to calls of a sync session; a phase takes longer where there are many
+_GATHER_S = 0.05  # for those to calls of a rollouter; an end is reported so much later, while its slot is in use again
 _LOOPS = 10**6  # tokens for the loops of one rollouter, more than it ever runs
+
+
+class Route(NamedTuple):
+    """A replica by the relay of its machine: name and handle of the relay, and the replica's number there."""
+
+    relay: str
+    handle: Any
+    target: int
+
+
+class Reached(NamedTuple):
+    """A replica's handle, and its route if it has one."""
+
+    handle: Any
+    route: Route | None
 
 
 @ray.remote
@@ -86,21 +103,21 @@ class EngineReplicaActor(SupervisedActor):
         with self._exiting_if_engine_dies():
             await self._lease.attach(token)
 
-    async def submit(self, token: int, requests: Sequence[Request]) -> None:
+    async def submit(self, token: int, number: int, requests: Sequence[Request]) -> None:
         with self._exiting_if_engine_dies():
-            await self._lease.submit(token, requests)
+            await self._lease.submit(token, number, requests)
 
-    async def events(self, token: int) -> EventBatch:
+    async def events(self, token: int, number: int) -> EventBatch:
         with self._exiting_if_engine_dies():
-            return await self._lease.events(token)
+            return await self._lease.events(token, number)
 
-    async def abort(self, token: int, ids: Sequence[str]) -> None:
+    async def abort(self, token: int, number: int, ids: Sequence[str]) -> None:
         with self._exiting_if_engine_dies():
-            await self._lease.abort(token, ids)
+            await self._lease.abort(token, number, ids)
 
-    async def set_scheduling(self, token: int, scheduling: Scheduling) -> None:
+    async def set_scheduling(self, token: int, number: int, scheduling: Scheduling) -> None:
         with self._exiting_if_engine_dies():
-            await self._lease.set_scheduling(token, scheduling)
+            await self._lease.set_scheduling(token, number, scheduling)
 
     async def drain(self) -> Batch:
         return self._recorder.drain()
@@ -123,27 +140,25 @@ class EngineReplicaActor(SupervisedActor):
 
 @ray.remote
 class RelayActor(SupervisedActor):
-    """Makes the calls of sync sessions to the replicas of its machine, and through other relays to those of others."""
+    """Makes the calls of driver and rollouters to the replicas of its machine, and through other relays to those of
+    others."""
 
     def __init__(self, name: str, logs: LogConfig | None = None) -> None:
         super().__init__(name, logs)
         self._relay = Relay()
-        self._others: dict[str, RelayedSessions] = {}  # by the relay's name
+        self._others: dict[str, Relayed] = {}  # by the relay's name
 
-    async def register(self, name: str, replica: Any, via: str | None = None, relay: Any = None) -> None:
-        """``replica``: its handle; ``via``: the relay of its machine and its handle, if that is another one."""
-        session = remote_session(ActorClient(replica, name).sync)
-        if via is not None:
-            if via not in self._others:
-                self._others[via] = RelayedSessions(ActorClient(relay, via))
-            session = self._others[via].session(name, session)
-        self._relay.register(name, session)
+    async def register(self, name: str, replica: Any, via: Route | None = None) -> int:
+        """Number of a replica, whose handle is ``replica``, in calls. ``via``: of its own machine's relay."""
+        direct = ActorClient(replica, name)
+        if via is None:
+            return self._relay.register(direct)
+        if via.relay not in self._others:
+            self._others[via.relay] = Relayed(ActorClient(via.handle, via.relay), self.name, SYNC_GATHER_S)
+        return self._relay.register(self._others[via.relay].client(via.target, direct))
 
-    async def make(self, calls: Sequence[Call]) -> Sequence[Answer]:
-        return await self._relay.make(calls)
-
-    async def rest(self, numbers: Sequence[int]) -> Sequence[Answer]:
-        return await self._relay.rest(numbers)
+    async def exchange(self, caller: str, calls: Sequence[Call], gather_s: float) -> Sequence[Answer]:
+        return await self._relay.exchange(caller, calls, gather_s)
 
 
 @ray.remote
@@ -197,7 +212,7 @@ class RollouterActor(SupervisedActor):
         name: str,
         max_prompt_tokens: int,
         queue: Any,
-        replicas: Mapping[str, Any],
+        replicas: Mapping[str, Reached],
         holder: Holder,
         endpoint: Any = None,
         logs: LogConfig | None = None,
@@ -210,7 +225,8 @@ class RollouterActor(SupervisedActor):
         self._holder = holder
         self._endpoint, self._endpoint_name = endpoint, name.replace("rollouter", "endpoint")
         self._link: Any = None
-        self._replicas = {name: self._leased(name, handle) for name, handle in replicas.items()}
+        self._relays: dict[str, Relayed] = {}
+        self._replicas = {name: self._leased(name, replica) for name, replica in replicas.items()}
         self._loop: Any = None
         self._loops = itertools.count()
         self._rolling_out: asyncio.Task[None] | None = None
@@ -291,9 +307,9 @@ class RollouterActor(SupervisedActor):
         """Use a new or restarted endpoint; samples of the old one begin again."""
         self._link.replace(ActorClient(handle, self._endpoint_name))
 
-    async def replace_replica(self, name: str, handle: Any) -> None:
+    async def replace_replica(self, name: str, replica: Reached) -> None:
         """Use a new or restarted replica; it gets work once `set_routable` names it."""
-        self._router.replace(name, self._leased(name, handle))
+        self._router.replace(name, self._leased(name, replica))
         self._resize()
 
     async def retire_replica(self, name: str) -> None:
@@ -343,8 +359,14 @@ class RollouterActor(SupervisedActor):
         if self._loop is not None:
             self._loop.limiter.resize(self._slots)
 
-    def _leased(self, name: str, handle: Any) -> LeasedEngine:
-        return LeasedEngine(ActorClient(handle, name), self._holder.token)  # type: ignore[arg-type]
+    def _leased(self, name: str, replica: Reached) -> LeasedEngine:
+        direct: Any = ActorClient(replica.handle, name)
+        if (route := replica.route) is None:
+            return LeasedEngine(direct, self._holder.token)
+        if route.relay not in self._relays:
+            caller = f"rollouter {self._holder.token}"
+            self._relays[route.relay] = Relayed(ActorClient(route.handle, route.relay), caller, _GATHER_S)
+        return LeasedEngine(direct, self._holder.token, self._relays[route.relay].client(route.target, direct))
 
 
 async def _unwrapped(work: Awaitable[None]) -> None:

@@ -3,27 +3,31 @@
 A restarted rollouter takes over engines whose previous rollouter died or hangs. Every call carries the caller's token,
 a number that grows with each rollouter of a run; the engine serves only the newest. Otherwise it would keep generating
 for the dead rollouter, whose pending ``events`` call would swallow the events that the new one waits for.
+
+Calls are also numbered, since one may come twice: through a relay that then dies, and without it
+(`asyncrl.processes.relay`). Repeated, ``events`` returns the same batch, and the others do nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from asyncrl.rollouter.engines.base import Engine, EngineError, EventBatch, Request, Scheduling
 
 
 class FencedEngine(Protocol):
-    """Engine calls that carry a fencing token: an `EngineLease`, or the actor around one.
+    """Engine calls that carry a fencing token: an `EngineLease`, or the actor around one. ``number``: of this call
+    among those of `events`, or among the others, since `attach`, from 0.
 
     All raise EngineError for a token that is not the newest one attached."""
 
     async def attach(self, token: int) -> None: ...
-    async def submit(self, token: int, requests: Sequence[Request]) -> None: ...
-    async def events(self, token: int) -> EventBatch: ...
-    async def abort(self, token: int, ids: Sequence[str]) -> None: ...
-    async def set_scheduling(self, token: int, scheduling: Scheduling) -> None: ...
+    async def submit(self, token: int, number: int, requests: Sequence[Request]) -> None: ...
+    async def events(self, token: int, number: int) -> EventBatch: ...
+    async def abort(self, token: int, number: int, ids: Sequence[str]) -> None: ...
+    async def set_scheduling(self, token: int, number: int, scheduling: Scheduling) -> None: ...
 
 
 class EngineLease:
@@ -33,8 +37,9 @@ class EngineLease:
         self._engine = engine
         self._token: int | None = None
         self._unfinished: set[str] = set()  # ids of requests whose end no event has reported
-        self._listening: asyncio.Task[EventBatch] | None = None
-        self._lock = asyncio.Lock()  # serialises submissions and the transfer of the lease
+        self._listening: asyncio.Task[EventBatch] | None = None  # for the newest batch, until the next is wanted
+        self._batches = self._commands = 0  # calls of the holder
+        self._lock = asyncio.Lock()  # serialises commands and the transfer of the lease
 
     async def attach(self, token: int) -> None:
         """Transfer the lease to ``token``. Returns once the earlier holder's requests are aborted, their events dropped
@@ -44,7 +49,7 @@ class EngineLease:
         async with self._lock:
             if self._token is not None and token < self._token:
                 self._check(token)
-            self._token = token
+            self._token, self._batches, self._commands = token, 0, 0
             if self._listening is not None:
                 self._listening.cancel()
                 await asyncio.wait([self._listening])
@@ -53,9 +58,8 @@ class EngineLease:
                 await self._next_events()
             await self._engine.set_scheduling(Scheduling())
 
-    async def submit(self, token: int, requests: Sequence[Request]) -> None:
-        async with self._lock:
-            self._check(token)
+    async def submit(self, token: int, number: int, requests: Sequence[Request]) -> None:
+        async def work() -> None:
             new = {r.id for r in requests} - self._unfinished
             self._unfinished |= new  # first: a short request may end while others are still being added
             try:
@@ -64,24 +68,34 @@ class EngineLease:
                 self._unfinished -= new
                 raise
 
-    async def events(self, token: int) -> EventBatch:
+        await self._command(token, number, work)
+
+    async def events(self, token: int, number: int) -> EventBatch:
         self._check(token)
-        self._listening = asyncio.ensure_future(self._next_events())
+        if number == self._batches:
+            self._batches += 1
+            self._listening = asyncio.create_task(self._next_events())
+        elif number != self._batches - 1:
+            raise EngineError(f"expected a call for batch {self._batches}, or again the one before; found {number}")
+        assert self._listening is not None
         try:
-            batch = await self._listening
+            return await asyncio.shield(self._listening)
         except asyncio.CancelledError:
             self._check(token)  # raises if `attach` ended the wait, rather than the caller
             raise
-        self._check(token)
-        return batch
 
-    async def abort(self, token: int, ids: Sequence[str]) -> None:
-        self._check(token)
-        await self._engine.abort(ids)
+    async def abort(self, token: int, number: int, ids: Sequence[str]) -> None:
+        await self._command(token, number, lambda: self._engine.abort(ids))
 
-    async def set_scheduling(self, token: int, scheduling: Scheduling) -> None:
-        self._check(token)
-        await self._engine.set_scheduling(scheduling)
+    async def set_scheduling(self, token: int, number: int, scheduling: Scheduling) -> None:
+        await self._command(token, number, lambda: self._engine.set_scheduling(scheduling))
+
+    async def _command(self, token: int, number: int, work: Callable[[], Awaitable[None]]) -> None:
+        async with self._lock:
+            self._check(token)
+            if number >= self._commands:
+                await work()
+                self._commands = number + 1
 
     async def _next_events(self) -> EventBatch:
         batch = await self._engine.events()
@@ -97,22 +111,31 @@ class EngineLease:
 
 
 class LeasedEngine:
-    """One holder's view of a fenced engine; implements `asyncrl.rollouter.router.ReplicaClient`."""
+    """One holder's view of a fenced engine; implements `asyncrl.rollouter.router.ReplicaClient`. One call of `events`,
+    and one of the others, at a time. ``relayed``: the same engine, for the numbered calls."""
 
-    def __init__(self, engine: FencedEngine, token: int) -> None:
-        self._engine, self._token = engine, token
+    def __init__(self, engine: FencedEngine, token: int, relayed: FencedEngine | None = None) -> None:
+        self._direct, self._engine, self._token = engine, relayed or engine, token
+        self._batches = self._commands = 0
 
     async def attach(self) -> None:
-        await self._engine.attach(self._token)
+        await self._direct.attach(self._token)
+        self._batches = self._commands = 0
 
     async def submit(self, requests: Sequence[Request]) -> None:
-        await self._engine.submit(self._token, requests)
+        await self._engine.submit(self._token, self._next_command(), requests)
 
     async def events(self) -> EventBatch:
-        return await self._engine.events(self._token)
+        batch = await self._engine.events(self._token, self._batches)
+        self._batches += 1
+        return batch
 
     async def abort(self, ids: Sequence[str]) -> None:
-        await self._engine.abort(self._token, ids)
+        await self._engine.abort(self._token, self._next_command(), ids)
 
     async def set_scheduling(self, scheduling: Scheduling) -> None:
-        await self._engine.set_scheduling(self._token, scheduling)
+        await self._engine.set_scheduling(self._token, self._next_command(), scheduling)
+
+    def _next_command(self) -> int:
+        self._commands += 1
+        return self._commands - 1

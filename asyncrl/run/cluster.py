@@ -15,12 +15,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Batch
-from asyncrl.param_sync.relay import RelayedSessions
 from asyncrl.param_sync.session_protocol import ReplicaSession, remote_session
 from asyncrl.processes.actor_client import ActorClient, ActorDied, RestartableClient
 from asyncrl.processes.identity import Process
+from asyncrl.processes.relay import Relayed
 from asyncrl.processes.tasks import cancelled
-from asyncrl.rollouter.actors import EndpointActor, EngineReplicaActor, RelayActor, RollouterActor
+from asyncrl.rollouter.actors import (
+    SYNC_GATHER_S,
+    EndpointActor,
+    EngineReplicaActor,
+    Reached,
+    RelayActor,
+    RollouterActor,
+    Route,
+)
 from asyncrl.run.environments import interpreter
 from asyncrl.run.placement import Placement
 from asyncrl.run.placement_plan import make_plan, pools
@@ -38,7 +46,7 @@ T = TypeVar("T")
 CALLS_AT_ONCE = 1000  # per actor; most calls wait on a condition
 REMOTE_KILL_S = 20.0  # for an actor on another machine
 CLOSING_S = 3.0  # for rollouters and endpoints to close by themselves
-RELAYED_REPLICAS = 4  # on a machine, from which on their sync sessions go through a relay there
+RELAYED_REPLICAS = 4  # on a machine, from which on calls to them go through a relay there
 RELAYS_PER_CALL = 16  # relays that the driver reaches through the first of them
 RELAY_START_S = 60.0
 _ACTORS_PER_DRIVER = 10**6  # more than a driver ever starts
@@ -70,10 +78,12 @@ class Cluster:
         self.senders: dict[str, Any] = {}
         self.replicas: dict[str, ActorClient] = {}
         self.sessions: dict[str, ReplicaSession] = {}
-        self._relays: dict[str, tuple[ActorClient, RelayedSessions]] = {}  # by node id, in order
+        self._relays: dict[str, tuple[ActorClient, Relayed]] = {}  # by node id, in order
+        self._routes: dict[str, Route] = {}  # by replica
         self.queue: Any = RestartableClient(None, "queue", SampleQueueClient)
         shards = config.rollout.shards
-        self.rollouters = Rollouters([RollouterClient(None, name) for name in shard_names("rollouter", shards)])
+        rollouters = [RollouterClient(None, name) for name in shard_names("rollouter", shards)]
+        self.rollouters = Rollouters(rollouters, config.rollout)
         endpoints = shard_names("endpoint", shards) if config.rollout.agent.enabled else []
         self.endpoints: Sequence[Any] = [RestartableClient(None, name) for name in endpoints]  # of each shard
 
@@ -101,7 +111,11 @@ class Cluster:
         await self.kill(name)
         replica = self._make_replica(name)
         await self._started([replica], replica.start())
-        self.replicas[name], self.sessions[name] = replica, await self._session(replica)
+        self.replicas[name], self.sessions[name] = replica, remote_session((await self._relayed(replica)).sync)
+
+    def reached(self, name: str) -> Reached:
+        """How rollouters call a replica that has started."""
+        return Reached(self.replicas[name].handle, self._routes.get(name))
 
     async def add_replicas(self, names: Sequence[str]) -> None:
         """Reserve what replicas need, which can be started then. Raises PlacementError."""
@@ -185,31 +199,29 @@ class Cluster:
         finally:
             await cancelled([started, *located])
 
-    async def _session(self, replica: ActorClient) -> ReplicaSession:
-        """The replica's sync session: through relays if its machine has many, each of which would cost the driver
-        eight calls."""
-        direct, machines = remote_session(replica.sync), self._placement.machines
+    async def _relayed(self, replica: ActorClient) -> Any:
+        """The replica's client, through relays if its machine has many: a sync session has eight calls to each."""
+        self._routes.pop(replica.name, None)
+        machines, node = self._placement.machines, self._node(replica.name)
         on_machine = [name for name in self.replica_names if machines[name] == machines[replica.name]]
-        if len(on_machine) < RELAYED_REPLICAS:
-            return direct
-        if (node := self._node(replica.name)) is None:  # it was killed just now
-            return direct
+        if len(on_machine) < RELAYED_REPLICAS or node is None:  # None: it was killed just now
+            return replica
         if node not in self._relays:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             name = f"relay/{len(self._relays)}"
             made = self._make(RelayActor, name, {"num_cpus": 0, "scheduling_strategy": there}, name)
-            self._relays[node] = made, RelayedSessions(made)
+            self._relays[node] = made, Relayed(made, "driver", SYNC_GATHER_S)
         number, relays = list(self._relays).index(node), list(self._relays.values())
-        (relay, sessions), (first, all_sessions) = relays[number], relays[number - number % RELAYS_PER_CALL]
-        session = direct
+        (relay, through), (first, through_first) = relays[number], relays[number - number % RELAYS_PER_CALL]
+        client: Any = replica
         with contextlib.suppress(ActorDied, TimeoutError):  # a dead relay is left out
-            await asyncio.wait_for(relay.register(replica.name, replica.handle), RELAY_START_S)
-            session = sessions.session(replica.name, direct)
+            target = await asyncio.wait_for(relay.register(replica.name, replica.handle), RELAY_START_S)
+            route = self._routes[replica.name] = Route(relay.name, relay.handle, target)
+            client = through.client(target, replica)
             if first is not relay:
-                registered = first.register(replica.name, replica.handle, relay.name, relay.handle)
-                await asyncio.wait_for(registered, RELAY_START_S)
-                session = all_sessions.session(replica.name, session)
-        return session
+                registered = first.register(replica.name, replica.handle, route)
+                client = through_first.client(await asyncio.wait_for(registered, RELAY_START_S), client)
+        return client
 
     def _node(self, name: str) -> str | None:
         located = self._processes.get(name)
@@ -266,7 +278,7 @@ class Cluster:
             name,
             self._preflight.max_prompt_tokens,
             self.queue.handle,
-            {name: client.handle for name, client in self.replicas.items() if self.rollouters.of(name) is of_shard},
+            {name: self.reached(name) for name in self.replicas if self.rollouters.of(name) is of_shard},
             Holder(shard, self._made),  # the newest rollouter has the highest token, also over drivers
             self.endpoints[shard].handle if self.endpoints else None,
         )

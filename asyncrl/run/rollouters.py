@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from asyncrl.config.schema import RolloutConfig
 from asyncrl.processes.actor_client import ActorDied, RestartableClient
 
 
@@ -15,9 +16,11 @@ def shard_names(role: str, shards: int) -> list[str]:
     return [role] if shards == 1 else [f"{role}/{shard}" for shard in range(shards)]
 
 
-def shard_of(replica: str, shards: int) -> int:
-    """The shard that serves this replica: names count from 0, and pools are placed in their order."""
-    return int(replica.rpartition("/")[2]) % shards
+def shard_of(replica: str, config: RolloutConfig) -> int:
+    """The shard that serves this replica. The run's first replicas, which are placed in order, are dealt in blocks, so
+    that a machine's have one rollouter, whose calls to them travel together."""
+    number = int(replica.rpartition("/")[2])
+    return number * config.shards // config.replicas if number < config.replicas else number % config.shards
 
 
 class RollouterClient(RestartableClient):
@@ -38,12 +41,12 @@ class RollouterClient(RestartableClient):
 class Rollouters:
     """Calls to all rollouters. ``shards``: clients of each."""
 
-    def __init__(self, shards: Sequence[Any]) -> None:
-        self.shards = shards
+    def __init__(self, shards: Sequence[Any], config: RolloutConfig) -> None:
+        self.shards, self._config = shards, config
 
     def of(self, replica: str) -> Any:
         """The rollouter that serves this replica."""
-        return self.shards[shard_of(replica, len(self.shards))]
+        return self.shards[shard_of(replica, self._config)]
 
     def strands(self, routable: Collection[str]) -> bool:
         """True if a shard has none of these replicas: its samples go to no other."""
@@ -56,8 +59,8 @@ class Rollouters:
     async def replace_queue(self, handle: Any) -> None:
         await asyncio.gather(*(shard.replace_queue(handle) for shard in self.shards))
 
-    async def replace_replica(self, name: str, handle: Any) -> None:
-        await self.of(name).replace_replica(name, handle)
+    async def replace_replica(self, name: str, replica: Any) -> None:
+        await self.of(name).replace_replica(name, replica)
 
     async def retire_replica(self, name: str) -> None:
         await self.of(name).retire_replica(name)

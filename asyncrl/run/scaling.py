@@ -14,12 +14,13 @@ import logging
 import math
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, RolloutConfig
 from asyncrl.disk.files import make_folder, write_whole
 from asyncrl.observability.efficiency import EfficiencyTracker
 from asyncrl.run.driver_epoch import DriverWatch
@@ -132,7 +133,7 @@ class Scaling:
                 await self._supervisor.add_replicas(join)
             except (PlacementError, NotStarted) as e:
                 raise NotScaled(str(e)) from None
-        for name in _dispensable(now, shards)[: max(0, len(now) - replicas)]:
+        for name in _dispensable(now, self._config.rollout)[: max(0, len(now) - replicas)]:
             await say(f"removing {name}")
             await self._supervisor.remove_replica(name)
         new = ", and new ones serve after their first sync" if join else ""
@@ -185,10 +186,14 @@ def _free_names(used: Sequence[str]) -> Iterator[str]:
         number += 1
 
 
-def _dispensable(replicas: Sequence[str], shards: int) -> list[str]:
-    """Those that may leave, the newest first: not the oldest one of each shard."""
-    oldest = {shard_of(name, shards): name for name in reversed(replicas)}
-    return [name for name in reversed(replicas) if name not in oldest.values()]
+def _dispensable(replicas: Sequence[str], config: RolloutConfig) -> list[str]:
+    """Those that may leave, in this order: the newest one of the shard that has the most, but the last of none."""
+    of_shards, found = defaultdict(list), list[str]()
+    for age, name in enumerate(replicas):
+        of_shards[shard_of(name, config)].append((age, name))
+    while len(most := max(of_shards.values(), key=lambda shard: (len(shard), shard[-1]))) > 1:
+        found.append(most.pop()[1])
+    return found
 
 
 def _named(replicas: Sequence[str]) -> str:

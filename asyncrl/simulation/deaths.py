@@ -56,6 +56,9 @@ class MortalCluster:
         session = EngineSession(name, engine, SimulatedReceiver(name, self._profile.sync))
         self.replicas[name], self.sessions[name] = life, _UntilDeath(session, life)
 
+    def reached(self, name: str) -> Any:
+        return self.replicas[name].client
+
     async def remove_replica(self, name: str) -> None:
         self.replica_names.remove(name)
 
@@ -77,7 +80,7 @@ class _Life:
         self.death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.death.add_done_callback(lambda death: death.exception())  # nobody may wait for it
         self._timer = asyncio.get_running_loop().call_later(seconds, self.end)
-        self.handle = _UntilDeath(engine, self)
+        self.client = _UntilDeath(engine, self)
 
     def end(self) -> None:
         self._timer.cancel()

@@ -68,8 +68,8 @@ class SimulatedRollouter:
 
     async def replace_queue(self, handle: Any) -> None: ...
 
-    async def replace_replica(self, name: str, handle: Any) -> None:
-        self._router.replace(name, handle)
+    async def replace_replica(self, name: str, replica: Any) -> None:
+        self._router.replace(name, replica)
 
     async def retire_replica(self, name: str) -> None:
         await self._router.retire(name)

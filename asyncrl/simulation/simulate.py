@@ -177,12 +177,12 @@ async def _run(
         shards=rollout.shards,
     )
     engines = {f"replica/{i}": make_engine(profile, rollout.engine.slots) for i in range(rollout.replicas)}
-    of_shard = lambda shard: {name: e for name, e in engines.items() if shard_of(name, rollout.shards) == shard}
+    of_shard = lambda shard: {name: e for name, e in engines.items() if shard_of(name, rollout) == shard}
     shards = [
         SimulatedRollouter(config, profile, shard, of_shard(shard), queue, count, recorder)
         for shard in range(rollout.shards)
     ]
-    rollouters = Rollouters(shards)
+    rollouters = Rollouters(shards, rollout)
     sessions: dict[str, ReplicaSession] = {}
     cluster: MortalCluster | None = None
     if deaths is None:
