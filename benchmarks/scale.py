@@ -16,6 +16,9 @@ Answers have about `TOKENS` tokens and take half a minute.
   ``session_s_N``: its extrapolation, with what the driver computes more for N.
   ``session_cpu_s_N``: CPU time of the driver for one: its own with N replicas, with the pickling of what it sends and
   gets counted twice, and that of a call with those actors.
+- ``calls_cpu_us_per_sample``: CPU time for Ray's calls in a process that does with `CALLED` such actors, on machines of
+  `ON_MACHINE`, what a rollouter does: each reports `ENDED` ended answers five times a second and gets as many requests.
+  ``…_direct``: without relays.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import ray
 from ray import cloudpickle
 
@@ -48,8 +52,10 @@ from asyncrl.param_sync.session import SyncSession
 from asyncrl.param_sync.session_protocol import remote_session
 from asyncrl.processes.actor_client import ActorClient, start_ray
 from asyncrl.processes.garbage import collect_rarely
-from asyncrl.processes.relay import Answer, Call, Relayed
-from asyncrl.rollouter.actors import SYNC_GATHER_S, RelayActor, Route
+from asyncrl.processes.relay import Answer, Call, RelayCalls, Relayed
+from asyncrl.rollouter.actors import GATHER_S, SYNC_GATHER_S, RelayActor, Route
+from asyncrl.rollouter.engine_lease import FencedEngine, LeasedEngine
+from asyncrl.rollouter.engines.base import EventBatch, Request, SamplingParams
 from asyncrl.run.cluster import RELAYS_PER_CALL
 from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.simulation.engine import SimulatedEngine
@@ -65,10 +71,12 @@ from asyncrl.simulation.profile import (
 from asyncrl.simulation.ranks import SimulatedRanks
 from asyncrl.simulation.simulate import Simulation, simulate
 from asyncrl.trainer.loop import TrainLoop
+from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
 
 ROOT = Path(__file__).parent.parent
 REQUESTS, TOKENS, SAMPLES = 256, 512, 8
+REPORT_S = 0.2  # between two reports of an engine
 STEPS_IN_FLIGHT = 2  # steps whose samples are in flight at a time
 MEASURED = 2  # steps, after those that fill the replicas
 
@@ -76,6 +84,7 @@ MEASURED = 2  # steps, after those that fill the replicas
 OF_SHARD = 128  # replicas
 ON_MACHINE = 8  # replicas
 REAL = 48
+CALLED, ENDED, CALLED_S = 16, 2, 10.0
 
 
 class CpuByPart:
@@ -168,7 +177,7 @@ def profile() -> Profile:
         GroupFigures(64, tuple(SampleFigures((Turn(length()),), float(i % 2)) for i in range(SAMPLES)))
         for _ in range(1024)
     )
-    engine = EngineFigures(step_s=0.02, row_s=1e-4, context_token_s=0.0, prefill_token_s=1e-6, report_s=0.2)
+    engine = EngineFigures(step_s=0.02, row_s=1e-4, context_token_s=0.0, prefill_token_s=1e-6, report_s=REPORT_S)
     answer_s = TOKENS * (engine.step_s + engine.row_s * REQUESTS)
     trainer = TrainerFigures(ranks=1, step_s=answer_s / STEPS_IN_FLIGHT / 1.5, part_s=0, token_s=0, stage_s=0)
     sync = SyncFigures(10**9, 10**10, *(0.01 for _ in range(8)))
@@ -209,7 +218,7 @@ def control_cpu_s(replicas: int) -> tuple[dict[str, float], Simulation]:
     return {part: (last[part] - first.get(part, 0.0)) / samples for part in last if part != "models"}, run
 
 
-# -- sync sessions -----------------------------------------------------------------------------------------------------
+# -- calls of Ray ------------------------------------------------------------------------------------------------------
 
 DIGESTS: dict[Role, str] = {role: combine_hashes({}) for role in ROLES}
 ANSWERS: dict[str, Any] = {"plan": ("reader",), "verify": DIGESTS, "pause": 0, "unload": 0, "receive": 0}
@@ -247,6 +256,21 @@ class InstantReplica:
     async def sync(self, call: str, *args: Any) -> Any:
         return ANSWERS.get(call)
 
+    async def submit(self, token: int, number: int, requests: Sequence[Request]) -> None: ...
+
+    async def events(self, token: int, number: int) -> EventBatch:
+        await asyncio.sleep(REPORT_S)
+        tokens, ids = ENDED * TOKENS, [f"{number}/{i}" for i in range(ENDED)]
+        return EventBatch(
+            ids,
+            np.arange(0, tokens + 1, TOKENS),
+            np.zeros(tokens, np.int32),
+            np.zeros(tokens, np.float32),
+            [PolicyVersion(0, 1)] * ENDED,
+            [FinishReason.STOP] * ENDED,
+            [False] * ENDED,
+        )
+
 
 class Counted:
     """A relay, and the number of its calls."""
@@ -282,23 +306,75 @@ async def session_times(relays: Sequence[Any], replicas: int, rounds: int) -> Se
     return SessionTimes(statistics.median(seconds), statistics.median(cpu), max(counts))
 
 
-async def real_session_times(rounds: int) -> SessionTimes:
-    relays: list[ActorClient] = []
-    replicas = [InstantReplica.remote() for _ in range(REAL)]  # type: ignore[attr-defined]
-    await asyncio.gather(*(replica.sync.remote("up") for replica in replicas))  # minutes, on two cores
-    for i in range(REAL // ON_MACHINE):
-        relay = ActorClient(RelayActor.options(num_cpus=0).remote(f"relay/{i}"), f"relay/{i}")  # type: ignore[attr-defined]
-        relays.append(relay)
-        first = relays[i - i % RELAYS_PER_CALL]
-        for number in range(i * ON_MACHINE, (i + 1) * ON_MACHINE):
-            name, replica = f"replica/{number}", replicas[number]
-            target = await relay.register(name, replica)
-            if first is not relay:
-                await first.register(name, replica, Route(relay.name, relay.handle, target))
-    return await session_times(relays[::RELAYS_PER_CALL], REAL, rounds)
+class Machines:
+    """As many Ray actors as `REAL`, and the relays of their machines."""
+
+    def __init__(self) -> None:
+        self.replicas = [InstantReplica.remote() for _ in range(REAL)]  # type: ignore[attr-defined]
+        self.relays: list[ActorClient] = []
+        self.targets: list[int] = []  # number of each replica at its machine's relay
+
+    async def start(self) -> None:
+        await asyncio.gather(*(replica.sync.remote("up") for replica in self.replicas))  # minutes, on two cores
+        for i in range(REAL // ON_MACHINE):
+            handle = RelayActor.options(num_cpus=0).remote(f"relay/{i}")  # type: ignore[attr-defined]
+            relay = ActorClient(handle, f"relay/{i}")
+            self.relays.append(relay)
+            first = self.relays[i - i % RELAYS_PER_CALL]
+            for number in range(i * ON_MACHINE, (i + 1) * ON_MACHINE):
+                name, replica = f"replica/{number}", self.replicas[number]
+                self.targets.append(await relay.register(name, replica))
+                if first is not relay:
+                    await first.register(name, replica, Route(relay.name, relay.handle, self.targets[-1]))
 
 
-def sessions(replicas: int, rounds: int = 7) -> dict[str, float]:
+async def called(engines: Sequence[LeasedEngine]) -> float:
+    """CPU seconds for each sample that the engines make, as `calls_cpu_us_per_sample` counts it."""
+    batches = 0
+    request = Request("0", "0", np.zeros(64, np.int32), 64, 0, 0, TOKENS, SamplingParams())
+
+    async def serve(engine: LeasedEngine) -> None:
+        nonlocal batches
+        while True:
+            await engine.events()
+            batches += 1
+            await engine.submit([request] * ENDED)
+
+    async with asyncio.TaskGroup() as tasks:
+        serving = [tasks.create_task(serve(engine)) for engine in engines]
+        await asyncio.sleep(10 * REPORT_S)
+        before, cpu_s = batches, time.process_time()
+        await asyncio.sleep(CALLED_S)
+        cpu_s = (time.process_time() - cpu_s) / (batches - before) / ENDED
+        for task in serving:
+            task.cancel()
+    return cpu_s
+
+
+async def rollouter_calls(machines: Machines, rounds: int) -> dict[str, float]:
+    """Medians over ``rounds``, with and without relays in turn."""
+    clients = [ActorClient(replica, "replica") for replica in machines.replicas[:CALLED]]
+    found: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        found["direct"].append(await called([LeasedEngine(cast(FencedEngine, client), 0) for client in clients]))
+        caller = f"rollouter {len(found['relayed'])}"
+        through = [Relayed(cast(RelayCalls, relay), caller, GATHER_S) for relay in machines.relays]
+        relayed = [
+            LeasedEngine(cast(FencedEngine, client), 0, through[i // ON_MACHINE].client(machines.targets[i], client))
+            for i, client in enumerate(clients)
+        ]
+        found["relayed"].append(await called(relayed))
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+async def of_actors(rounds: int) -> tuple[SessionTimes, dict[str, float]]:
+    machines = Machines()
+    await machines.start()
+    times = await session_times(machines.relays[::RELAYS_PER_CALL], REAL, rounds)
+    return times, await rollouter_calls(machines, 3)
+
+
+def with_actors(replicas: int, rounds: int = 7) -> dict[str, float]:
     own = {
         count: asyncio.run(session_times([InstantRelay() for _ in range(calls)], count, rounds))
         for count in (REAL, replicas)
@@ -307,7 +383,7 @@ def sessions(replicas: int, rounds: int = 7) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="asyncrl-ray-", ignore_cleanup_errors=True) as folder:
         start_ray(num_cpus=2, object_store_memory=128 * 1024 * 1024, logging_level="ERROR", _temp_dir=folder)
         try:
-            real = asyncio.run(real_session_times(rounds))
+            real, calls = asyncio.run(of_actors(rounds))
         finally:
             ray.shutdown()
     call_s = (real.cpu_s - own[REAL].cpu_s) / real.calls
@@ -320,6 +396,8 @@ def sessions(replicas: int, rounds: int = 7) -> dict[str, float]:
         f"session_s_{replicas}": real.seconds + cpu_s - real.cpu_s,
         f"session_calls_{replicas}": at_scale.calls,
         f"session_cpu_s_{replicas}": cpu_s,
+        "calls_cpu_us_per_sample": calls["relayed"] * 1e6,
+        "calls_cpu_us_per_sample_direct": calls["direct"] * 1e6,
     }
 
 
@@ -354,7 +432,7 @@ def main() -> None:
     per_sample = {n: found[f"control_cpu_us_per_sample_{n}"] for n in (least, most)}
     found[f"control_cpu_us_per_sample_{most}_over_{least}"] = per_sample[most] / per_sample[least]
     found["samples_per_s_per_shard"] = 1 / seconds["rollouter"]
-    found |= sessions(most)
+    found |= with_actors(most)
     print(json.dumps(found))
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+TOGETHER_S = 0.003  # calls travel together that a process makes within this time
 ANSWERS_WITHIN_S = 10.0  # a relay, even if it has nothing to answer
 _SILENT_S = 3 * ANSWERS_WITHIN_S
 
@@ -143,10 +144,9 @@ class Relayed:
         return await answered
 
     def _plan(self) -> None:
-        """Begin an exchange once all that runs now has made its calls."""
         if not self._planned:
             self._planned = True
-            asyncio.get_running_loop().call_soon(self._begin)
+            asyncio.get_running_loop().call_later(TOGETHER_S, self._begin)
 
     def _begin(self) -> None:
         self._planned = False

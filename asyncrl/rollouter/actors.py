@@ -39,7 +39,7 @@ from asyncrl.sample_queue.messages import Holder
 log = logging.getLogger(__name__)
 
 SYNC_GATHER_S = 0.2  # for answers to calls of a sync session; a phase takes longer where there are many
-_GATHER_S = 0.05  # for those to calls of a rollouter; an end is reported so much later, while its slot is in use again
+GATHER_S = 0.05  # for those to calls of a rollouter; an end is reported so much later, while its slot is in use again
 _LOOPS = 10**6  # tokens for the loops of one rollouter, more than it ever runs
 
 
@@ -365,7 +365,7 @@ class RollouterActor(SupervisedActor):
             return LeasedEngine(direct, self._holder.token)
         if route.relay not in self._relays:
             caller = f"rollouter {self._holder.token}"
-            self._relays[route.relay] = Relayed(ActorClient(route.handle, route.relay), caller, _GATHER_S)
+            self._relays[route.relay] = Relayed(ActorClient(route.handle, route.relay), caller, GATHER_S)
         return LeasedEngine(direct, self._holder.token, self._relays[route.relay].client(route.target, direct))
 
 
