@@ -61,7 +61,7 @@ $(CODE_DATA)/train.jsonl: | venv
 	$(BIN)/python -m asyncrl.data.programs --out $(CODE_DATA)
 
 test: venv
-	$(BIN)/python -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # that pip finds the packages of the environments for GPUs, without installing them
 test-install: venv

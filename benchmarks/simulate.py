@@ -14,7 +14,7 @@
 - ``async_over_sync_tail``: how much faster the same GPUs, best divided, train the long tail of `benchmarks.long_tail`
   at a threshold of 1 than synchronously, with all of them in turn generating and training.
 - ``virtual_over_real_N``: virtual seconds for each real one, with N replicas and as many ranks that train this tail at
-  a threshold of 1, 128 samples of each replica a step.
+  a threshold of 1, a step of 128 samples for each replica, but of at most `MOST_GROUPS` prompts.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ REST_S = statistics.fmean(step - wait - update for step, wait, update in PUBLISH
 PROMPTS, SAMPLES, GPUS = 512 // 4, 16, 64 // 4
 UPDATES = 4  # train steps between syncs
 LONGEST = 28_000  # tokens
+MOST_GROUPS = 2048  # of a step of a thousand replicas: a run holds the tokens of two, here 10 GB
 MEDIAN = LONGEST / LIMIT
 #: as theirs, the trainer takes a quarter of a step at once, and whatever is finished first
 THEIRS = ["algorithm.advantage=benchmarks.overlap:WHOLE_BATCH", "async_training.queue_policy=ready_first"]
@@ -142,7 +143,8 @@ def step_s(profile: Profile, *options: str) -> float:
 
 def virtual_over_real(replicas: int) -> float:
     pools = [f"rollout.replicas={replicas}", f"trainer.ranks={replicas}", "async_training.staleness_threshold=1"]
-    step = [f"trainer.mini_batch_groups={PROMPTS * replicas // GPUS}", "async_training.trigger_parameter_sync_step=1"]
+    groups = min(PROMPTS * replicas // GPUS, MOST_GROUPS)
+    step = [f"trainer.mini_batch_groups={groups}", "async_training.trigger_parameter_sync_step=1"]
     profile, began_s = calibrated(), time.perf_counter()
     run = simulated(profile, *pools, *step, "trainer.total_steps=4")
     return run.steps[-1].at_s / (time.perf_counter() - began_s)

@@ -35,6 +35,12 @@ if importlib.util.find_spec("sglang") and not importlib.util.find_spec("sgl_kern
 collect_ignore_glob = [] if importlib.util.find_spec("megatron") else ["test_megatron_*.py"]
 
 
+def pytest_collection_modifyitems(items):
+    """Files with whole runs, which take minutes, come first: at the end one worker would wait for the other."""
+    runs = {item.module for item in items if "ray_dir" in item.fixturenames or hasattr(item.module, "FaultyRun")}
+    items.sort(key=lambda item: item.module not in runs)
+
+
 @pytest.fixture(scope="session")
 def device():
     """Device of the tests marked ``gpu``. ``ASYNCRL_TEST_DEVICE=cpu pytest -m gpu tests/test_trainer_gpu.py`` runs the

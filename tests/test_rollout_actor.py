@@ -67,7 +67,7 @@ async def test_validation_is_served_after_the_prompts_ended(inputs, monkeypatch)
     async with rollouter(inputs, monkeypatch) as (actor, queue), running(actor):
         await queue.publish(PolicyVersion(0, 0))
         assert (await lease(queue, 1)).closed == "the prompts ended"
-        assert (await asyncio.wait_for(actor.validate(), 60))["validation/samples"] == 6
+        assert (await asyncio.wait_for(actor.validate(), 60)).samples == 6
 
 
 async def test_a_queue_that_a_rollback_reopened_is_closed_again(inputs, monkeypatch):

@@ -34,6 +34,7 @@ from asyncrl.rollouter.engine_lease import LeasedEngine
 from asyncrl.rollouter.engines.base import EngineDied, EventBatch, Request, Scheduling
 from asyncrl.rollouter.held_queue import HeldQueue
 from asyncrl.rollouter.pacing import GenerationPacer, run_pacer
+from asyncrl.rollouter.validated import Validated
 from asyncrl.sample_queue.messages import Holder
 
 log = logging.getLogger(__name__)
@@ -246,7 +247,8 @@ class RollouterActor(SupervisedActor):
             endpoint = ActorClient(self._endpoint, self._endpoint_name) if self._endpoint is not None else None
             self._link = EndpointLink(endpoint, self._holder.token, ActorDied)  # type: ignore[arg-type]
         prompts, held_out = await asyncio.to_thread(load_run_prompts, config.data)  # a source may take minutes
-        self._validation_prompts = held_out[: config.validation.max_prompts or None]
+        asked = held_out[: config.validation.max_prompts or None]
+        self._validation_prompts = asked[self._holder.shard :: config.rollout.shards]
         is_death = lambda error: isinstance(error, ActorDied)
         self._answering = answering = Answering(
             config, self._max_prompt_tokens, self._replicas, is_death, self._link, self._recorder
@@ -289,8 +291,9 @@ class RollouterActor(SupervisedActor):
             self._rolling_out.cancel()
             await asyncio.wait({self._rolling_out})
 
-    async def validate(self) -> dict[str, float]:
-        return await self._validation.run(self._validation_prompts)
+    async def validate(self) -> Validated:
+        """This shard's part of the validation prompts."""
+        return await self._validation.part(self._validation_prompts)
 
     async def set_validation_first(self, first: bool) -> None:
         """See `asyncrl.rollouter.router.Router.set_validation_first`."""

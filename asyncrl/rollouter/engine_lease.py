@@ -75,14 +75,17 @@ class EngineLease:
         if number == self._batches:
             self._batches += 1
             self._listening = asyncio.create_task(self._next_events())
+            self._listening.add_done_callback(lambda task: task.cancelled() or task.exception())  # its call may be gone
         elif number != self._batches - 1:
             raise EngineError(f"expected a call for batch {self._batches}, or again the one before; found {number}")
         assert self._listening is not None
         try:
-            return await asyncio.shield(self._listening)
+            batch = await asyncio.shield(self._listening)
         except asyncio.CancelledError:
             self._check(token)  # raises if `attach` ended the wait, rather than the caller
             raise
+        self._check(token)
+        return batch
 
     async def abort(self, token: int, number: int, ids: Sequence[str]) -> None:
         await self._command(token, number, lambda: self._engine.abort(ids))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from asyncrl.types.samples import Sample
 
@@ -47,13 +47,3 @@ def source_means(counters: Mapping[str, float], into: str = _PREFIX) -> dict[str
 def several_sources(counters: Mapping[str, float]) -> bool:
     """True if samples of more than one source were counted: else the figures of all samples say the same."""
     return sum(name.startswith(_PREFIX) and name.endswith("/samples") for name in counters) > 1
-
-
-def validation_means(answered: Sequence[tuple[str, Iterable[Sample]]]) -> dict[str, float]:
-    """Means of a validation's samples by source, under ``validation/source/``; empty for one source."""
-    counts = SourceCounts()
-    sums: dict[str, float] = {}
-    for source, samples in answered:
-        for name, value in counts.of(source, samples).items():
-            sums[name] = sums.get(name, 0.0) + value
-    return source_means(sums, "validation/source/") if several_sources(sums) else {}

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Mapping, Sequence
 
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.samples import FailedSample, GroupTask, SampleMaker
 from asyncrl.rollouter.sampling import validation_sampling
-from asyncrl.rollouter.sources import validation_means
+from asyncrl.rollouter.validated import ROUNDS, Validated, versions_of
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import Sample
-from asyncrl.types.versions import PolicyVersion
-
-ROUNDS = 4  # a restore of the trainer makes a second one necessary
 
 
 class Validation:
@@ -30,11 +25,13 @@ class Validation:
         self._rounds = itertools.count()
 
     async def run(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Answer each prompt, see `answers`. Returns means of the reward and its metrics, ``lineage`` and the
-        number of the newest version that gave an answer (``version``), and that of the oldest (``oldest_version``) if
-        it is another, all under ``validation/``."""
+        """Answer each prompt, see `answers`. Returns its `Validated.values`."""
+        return (await self.part(prompts)).values()
+
+    async def part(self, prompts: Sequence[Prompt]) -> Validated:
+        """Answer each prompt of a part of those to validate, see `answers`."""
         answers = await self.answers(prompts)
-        return self._values(prompts, answers, _versions(s for samples in answers.values() for s in samples))
+        return Validated.of([(p.data_source, answers[p.uid]) for p in prompts])
 
     async def answers(self, prompts: Sequence[Prompt]) -> Mapping[str, Sequence[Sample | FailedSample]]:
         """By the prompt's uid: ``validation.samples`` answers to each.
@@ -49,9 +46,9 @@ class Validation:
                 number = next(self._rounds)
                 answered = await asyncio.gather(*(self._answer(p, number) for p in outdated))
                 answers |= zip([p.uid for p in outdated], answered)
-                versions = _versions(s for samples in answers.values() for s in samples)
+                versions = versions_of(s for samples in answers.values() for s in samples)
                 lineage = max((version.lineage for version in versions), default=0)
-                outdated = [p for p in prompts if any(v.lineage < lineage for v in _versions(answers[p.uid]))]
+                outdated = [p for p in prompts if any(v.lineage < lineage for v in versions_of(answers[p.uid]))]
                 if not outdated:
                     return answers
         raise RuntimeError(
@@ -71,32 +68,3 @@ class Validation:
         )
         made = await self._maker.make(task, [PartialSample() for _ in range(self._config.samples)])
         return await self._maker.score(prompt, made)  # one call per prompt, since reward.timeout_s is per group
-
-    def _values(
-        self,
-        prompts: Sequence[Prompt],
-        answers: Mapping[str, Sequence[Sample | FailedSample]],
-        versions: set[PolicyVersion],
-    ) -> dict[str, float]:
-        all_samples = [s for group in answers.values() for s in group]
-        scored = [s for s in all_samples if isinstance(s, Sample)]
-        values: dict[str, float] = {
-            "validation/samples": len(scored),
-            "validation/failed": len(all_samples) - len(scored),
-        }
-        if versions:
-            oldest, newest = min(versions), max(versions)
-            values |= {"validation/lineage": newest.lineage, "validation/version": newest.number}
-            if oldest != newest:
-                values["validation/oldest_version"] = oldest.number
-        if scored:
-            values["validation/reward"] = float(np.mean([s.reward for s in scored if s.reward is not None]))
-            for name in sorted({k for s in scored for k in s.metrics}):
-                values[f"validation/{name}"] = float(np.mean([s.metrics.get(name, 0.0) for s in scored]))
-        answered = [(p.data_source, [s for s in answers[p.uid] if isinstance(s, Sample)]) for p in prompts]
-        return values | validation_means(answered)
-
-
-def _versions(samples: Iterable[Sample | FailedSample]) -> set[PolicyVersion]:
-    """Versions that sampled these tokens."""
-    return {version for s in samples if isinstance(s, Sample) for version in s.versions}

@@ -79,7 +79,8 @@ class Cluster:
         self.replicas: dict[str, ActorClient] = {}
         self.sessions: dict[str, ReplicaSession] = {}
         self._relays: dict[str, tuple[ActorClient, Relayed]] = {}  # by node id, in order
-        self._routes: dict[str, Route] = {}  # by replica
+        self._routes: dict[str, Route] = {}  # by replica, if it has one
+        self._relayed: dict[str, Any] = {}  # clients by replica, through relays if it has a route
         self.queue: Any = RestartableClient(None, "queue", SampleQueueClient)
         shards = config.rollout.shards
         rollouters = [RollouterClient(None, name) for name in shard_names("rollouter", shards)]
@@ -111,7 +112,8 @@ class Cluster:
         await self.kill(name)
         replica = self._make_replica(name)
         await self._started([replica], replica.start())
-        self.replicas[name], self.sessions[name] = replica, remote_session((await self._relayed(replica)).sync)
+        relayed = await self._through_relays(replica)
+        self.replicas[name], self._relayed[name], self.sessions[name] = replica, relayed, remote_session(relayed.sync)
 
     def reached(self, name: str) -> Reached:
         """How rollouters call a replica that has started."""
@@ -126,7 +128,7 @@ class Cluster:
         """Kill a replica and give back what it needs."""
         await self.kill(name)
         self.replica_names.remove(name)
-        for table in (self._actors, self.replicas, self.sessions):
+        for table in (self._actors, self.replicas, self.sessions, self._relayed, self._routes):
             table.pop(name, None)
         self._placement.remove_replica(name)
 
@@ -199,7 +201,7 @@ class Cluster:
         finally:
             await cancelled([started, *located])
 
-    async def _relayed(self, replica: ActorClient) -> Any:
+    async def _through_relays(self, replica: ActorClient) -> Any:
         """The replica's client, through relays if its machine has many: a sync session has eight calls to each."""
         self._routes.pop(replica.name, None)
         machines, node = self._placement.machines, self._node(replica.name)
@@ -295,7 +297,7 @@ class Cluster:
         of_shards = (client.once for client in (*self.endpoints, *self.rollouters.shards))
         actors = (*self.senders.values(), *self.replicas.values(), *of_shards)
         answering = (a for a in actors if a.name in self._processes and a.handle is self._actors[a.name].handle)
-        return {actor.name: actor.drain for actor in answering}
+        return {actor.name: self._relayed.get(actor.name, actor).drain for actor in answering}
 
     async def watch(self) -> None:
         """Raises NodeDied when the driver's Ray node dies."""

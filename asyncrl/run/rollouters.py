@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.config.schema import RolloutConfig
 from asyncrl.processes.actor_client import ActorDied, RestartableClient
+from asyncrl.rollouter.validated import NO_LINEAGE, ROUNDS, Validated
 
 
 def shard_names(role: str, shards: int) -> list[str]:
@@ -73,8 +74,18 @@ class Rollouters:
         await asyncio.gather(*(shard.reset() for shard in self.shards))
 
     async def validate(self) -> dict[str, float]:
-        """The first one answers all, with its own replicas."""
-        return await self.shards[0].validate()
+        """Each answers its part of the prompts, again if another one has answers of a newer lineage. Returns
+        `Validated.values`. Raises RuntimeError if lineages are still mixed after `ROUNDS` rounds."""
+        parts = await asyncio.gather(*(shard.validate() for shard in self.shards))
+        for _ in range(ROUNDS):
+            newest = max(part.lineage for part in parts)
+            outdated = [i for i, part in enumerate(parts) if NO_LINEAGE < part.lineage < newest]
+            if not outdated:
+                return Validated.together(parts).values()
+            again = await asyncio.gather(*(self.shards[i].validate() for i in outdated))
+            for i, part in zip(outdated, again, strict=True):
+                parts[i] = part
+        raise RuntimeError(f"validation: after {ROUNDS} rounds shards have answers of different lineages")
 
     async def set_validation_first(self, first: bool) -> None:
-        await self.shards[0].set_validation_first(first)
+        await asyncio.gather(*(shard.set_validation_first(first) for shard in self.shards))

@@ -54,6 +54,8 @@ class InMemoryRecords:
                 assert before.state != DROPPED, f"group {uid} was dropped"
                 assert not before.final, f"group {uid} is final"
             self.groups[uid] = group
+            if group.state != IN_FLIGHT:
+                self._parts.pop(uid, None)
         for uid, record in changes.payloads.items():
             if record is None:
                 self.payloads.pop(uid, None)
