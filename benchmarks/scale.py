@@ -52,7 +52,7 @@ from asyncrl.param_sync.session import SyncSession
 from asyncrl.param_sync.session_protocol import remote_session
 from asyncrl.processes.actor_client import ActorClient, start_ray
 from asyncrl.processes.garbage import collect_rarely
-from asyncrl.processes.relay import Answer, Call, RelayCalls, Relayed
+from asyncrl.processes.relay import SILENT_S, Answer, Call, RelayCalls, Relayed
 from asyncrl.rollouter.actors import GATHER_S, SYNC_GATHER_S, RelayActor, Route
 from asyncrl.rollouter.engine_lease import FencedEngine, LeasedEngine
 from asyncrl.rollouter.engines.base import EventBatch, Request, SamplingParams
@@ -242,7 +242,7 @@ class Sender:
 class InstantRelay:
     """Answers every call at once. Calls and answers are pickled and read again, of which a driver does half."""
 
-    async def exchange(self, caller: str, calls: Sequence[Call], gather_s: float) -> list[Answer]:
+    async def exchange(self, caller: str, calls: Sequence[Call], gather_s: float, within_s: float) -> list[Answer]:
         calls = cloudpickle.loads(cloudpickle.dumps(calls))
         answers = [Answer(call.number, ANSWERS.get(call.args[0]), None) for call in calls]
         return cloudpickle.loads(cloudpickle.dumps(answers))
@@ -278,9 +278,9 @@ class Counted:
     def __init__(self, relay: Any) -> None:
         self._relay, self.calls = relay, 0
 
-    def exchange(self, caller: str, calls: Sequence[Call], gather_s: float) -> Any:
+    def exchange(self, *args: Any) -> Any:
         self.calls += 1
-        return self._relay.exchange(caller, calls, gather_s)
+        return self._relay.exchange(*args)
 
 
 class SessionTimes(NamedTuple):
@@ -317,7 +317,7 @@ class Machines:
     async def start(self) -> None:
         await asyncio.gather(*(replica.sync.remote("up") for replica in self.replicas))  # minutes, on two cores
         for i in range(REAL // ON_MACHINE):
-            handle = RelayActor.options(num_cpus=0).remote(f"relay/{i}")  # type: ignore[attr-defined]
+            handle = RelayActor.options(num_cpus=0).remote(f"relay/{i}", SILENT_S)  # type: ignore[attr-defined]
             relay = ActorClient(handle, f"relay/{i}")
             self.relays.append(relay)
             first = self.relays[i - i % RELAYS_PER_CALL]

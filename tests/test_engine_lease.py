@@ -147,7 +147,7 @@ async def test_attaching_to_a_closed_engine_raises(engine, first, second):
 
 
 async def test_a_call_that_comes_twice_does_its_work_once(engine, lease):
-    await lease.attach(1)
+    await lease.attach(1, 0)
     asked = request("0", 3)
     for _ in range(2):
         await lease.submit(1, 0, [asked])
@@ -167,7 +167,7 @@ async def test_a_call_that_comes_twice_does_its_work_once(engine, lease):
 
 
 async def test_two_calls_for_a_batch_that_wait_get_the_same_one(lease):
-    await lease.attach(1)
+    await lease.attach(1, 0)
     waiting = [asyncio.create_task(lease.events(1, 0)) for _ in range(2)]
     await asyncio.sleep(0)
     await lease.submit(1, 0, [request("0", 3)])
@@ -176,10 +176,24 @@ async def test_two_calls_for_a_batch_that_wait_get_the_same_one(lease):
 
 
 async def test_a_batch_that_was_passed_is_refused(lease):
-    await lease.attach(1)
+    await lease.attach(1, 0)
     await lease.submit(1, 0, [request("0", 200)])
     for number in range(2):
         await asyncio.wait_for(lease.events(1, number), 30)
     for number in (0, 3):
         with pytest.raises(EngineError, match=f"expected a call for batch 2, or again the one before; found {number}"):
             await lease.events(1, number)
+
+
+async def test_a_late_command_of_an_earlier_client_with_the_same_token_does_nothing(engine, lease, first):
+    await first.attach()
+    again = LeasedEngine(lease, 1)
+    pending = asyncio.create_task(first.events())
+    await asyncio.sleep(0)
+    await again.attach()
+    with pytest.raises(EngineError, match="attached again meanwhile"):
+        await pending
+    await first.submit([request("0", 200)])  # through a relay that was slow
+    assert engine._core.active == 0
+    await again.submit([request("1", 3)])
+    assert (await asyncio.wait_for(again.events(), 30)).ids == ["1"]

@@ -74,7 +74,7 @@ STARTING_POINTS = [
     "asyncrl.param_sync.live_weights:LiveWeights.take:before:1",
     "asyncrl.param_sync.sender:Sender.send:before:1",
     "asyncrl.param_sync.live_weights:LiveWeights.commit:after:1",
-    "asyncrl.rollouter.validation:Validation.run:before:1",
+    "asyncrl.rollouter.validation:Validation.part:before:1",
     "asyncrl.sample_queue.core:SampleQueue.publish:before:1",
     "asyncrl.trainer.rank:TrainerRank.train:before:1",
 ]
@@ -165,7 +165,7 @@ def test_a_relay_that_dies_or_hangs_costs_a_run_nothing(by, start, tmp_path):
     run.until_trained(2)
     run.actor(RELAY).send_signal(by)
     assert run.wait() == 0, run.text
-    why = "relay/0 died" if by == signal.SIGKILL else "it was silent for 30 s"
+    why = "relay/0 died" if by == signal.SIGKILL else "it was silent for 15 s"
     assert run.text.count(f"calls go to their replicas without this relay from now on: {why}") == 2  # driver, rollouter
     assert "restarting it" not in run.text
     audit(tmp_path / "run", [BATCH] * 8)

@@ -12,9 +12,8 @@ from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendReport
 from asyncrl.param_sync.session import SyncSession
 from asyncrl.param_sync.session_protocol import ReceivePlan, repeatable
-from asyncrl.processes import relay as relay_module
 from asyncrl.processes.actor_client import ActorDied
-from asyncrl.processes.relay import Relay, Relayed
+from asyncrl.processes.relay import Answer, Call, Relay, Relayed
 from asyncrl.types.versions import PolicyVersion
 
 GATHER_S = 0.1
@@ -49,11 +48,11 @@ class CountedRelay(Relay):
         super().__init__()
         self.sizes, self.death, self.hangs = [], None, False
 
-    async def exchange(self, caller, calls, gather_s):
+    async def exchange(self, caller, calls, gather_s, within_s):
         if self.death is not None:
             raise self.death
         self.sizes.append(len(calls))
-        answers = await super().exchange(caller, calls, gather_s)
+        answers = await super().exchange(caller, calls, gather_s, within_s)
         while self.hangs:
             await asyncio.sleep(0.01)
         return answers
@@ -128,16 +127,30 @@ async def test_answers_of_one_moment_travel_together(relay, clients, replicas):
     assert relay.sizes == [3] * rounds
 
 
-async def test_a_relay_with_nothing_to_answer_says_so(relay, clients, replicas, monkeypatch):
-    monkeypatch.setattr(relay_module, "ANSWERS_WITHIN_S", 0.01)
-    replicas["replica/0"].free.clear()
-    waiting = asyncio.create_task(clients["replica/0"].events())
-    while len(relay.sizes) < 4:
-        await asyncio.sleep(0.01)
-    assert relay.sizes[:4] == [1, 0, 0, 0]
-    replicas["replica/0"].free.set()
-    assert await waiting == 1
-    assert replicas["replica/0"].calls == ["events"]
+async def test_a_relay_with_nothing_to_answer_says_so(relay):
+    replica = Replica()
+    replica.free.clear()
+    target = relay.register(replica)
+    assert await relay.exchange("driver", [Call(0, target, "events", ())], GATHER_S, within_s=0.01) == []
+    replica.free.set()
+    assert await relay.exchange("driver", [], GATHER_S, within_s=60.0) == [Answer(0, 1, None)]
+    assert replica.calls == ["events"]
+
+
+async def test_an_answer_waits_no_longer_because_its_caller_makes_more_calls(relay):
+    hanging, replica = Replica(), Replica()
+    hanging.free.clear()
+    targets = [relay.register(hanging), relay.register(replica)]
+    number, exchanges = 1, []
+    exchanges.append(asyncio.create_task(relay.exchange("driver", [Call(0, targets[0], "load", ())], GATHER_S, 60.0)))
+    since_s = asyncio.get_running_loop().time()
+    while not any(exchange.done() and exchange.result() for exchange in exchanges):
+        calls = [Call(number, targets[1], "load", ())]
+        exchanges.append(asyncio.create_task(relay.exchange("driver", calls, GATHER_S, 60.0)))
+        number += 1
+        await asyncio.sleep(GATHER_S / 10)
+        assert asyncio.get_running_loop().time() < since_s + 100 * GATHER_S
+    assert hanging.calls == ["load"]
 
 
 async def test_an_answer_to_a_caller_that_gave_up_disturbs_nobody(clients, replicas):
@@ -171,14 +184,16 @@ async def test_without_its_relay_a_machine_is_called_directly(relay, clients, re
     assert [replica.calls for replica in replicas.values()] == [["verify"], ["verify", "commit"], []]
 
 
-async def test_a_relay_that_hangs_counts_as_dead(relay, clients, replicas, caplog, monkeypatch):
-    monkeypatch.setattr(relay_module, "_SILENT_S", 0.05)
+async def test_a_relay_that_hangs_counts_as_dead(relay, caplog):
+    replica, relayed = Replica(), Relayed(relay, "driver", GATHER_S, silent_s=0.05)
+    client = relayed.client(relay.register(replica), replica)
     relay.hangs = True
-    assert await clients["replica/0"].verify("s") == DIGESTS
-    assert "without this relay from now on: it was silent" in caplog.text
+    assert await client.verify("s") == DIGESTS
+    assert "without this relay from now on: it was silent for 0.05 s" in caplog.text
+    assert not relayed.alive
     relay.hangs = False  # its late answer, which nobody wants
     await asyncio.sleep(0.05)
-    assert replicas["replica/0"].calls == ["verify", "verify"]
+    assert replica.calls == ["verify", "verify"]
 
 
 async def test_a_relay_reaches_another_machine_through_its_relay_and_without_it(relay, clients, replicas, caplog):
@@ -214,7 +229,10 @@ async def test_a_phase_that_is_called_again_is_gone_through_once(replicas):
     for _ in range(2):  # a second connection would take the first one's place at the senders, or not
         await session.plan(ReceivePlan("t", PolicyVersion(0, 1), Manifest(()), (), 1.0))
     await session.receive("t", 1.0)
-    assert replica.calls == ["receive", "pause", "plan", "receive"]
+    await session.plan(ReceivePlan("u", PolicyVersion(0, 2), Manifest(()), (), 1.0))
+    with pytest.raises(SyncError, match="an earlier session was planned again, late"):
+        await session.plan(ReceivePlan("t", PolicyVersion(0, 1), Manifest(()), (), 1.0))
+    assert replica.calls == ["receive", "pause", "plan", "receive", "plan"]
 
 
 class Sender:

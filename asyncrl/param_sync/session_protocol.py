@@ -7,11 +7,13 @@ their type on the way back; any other exception counts as a failure of the calle
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, cast
 
+from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import Manifest, Role
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.transports.base import Address
@@ -134,10 +136,14 @@ def repeatable(session: ReplicaSession) -> ReplicaSession:
     return cast(ReplicaSession, _Repeatable(session))
 
 
+_REMEMBERED = 64  # sessions, the last of which a late call may belong to
+
+
 class _Repeatable:
     def __init__(self, session: ReplicaSession) -> None:
         self._whole = session
         self._phases: dict[tuple[str, str], asyncio.Future[Any]] = {}  # since the last plan, by session and call
+        self._planned: deque[str] = deque(maxlen=_REMEMBERED)
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         return getattr(self._whole, name) if name in ("needs_base", "abort") else partial(self._once, name)
@@ -146,6 +152,9 @@ class _Repeatable:
         phase = (of.session if isinstance(of, ReceivePlan) else of), name
         if phase not in self._phases:
             if isinstance(of, ReceivePlan):
+                if of.session in self._planned:  # its first plan was answered long ago; do not leave the present one
+                    raise SyncError("plan", None, of.version, None, "an earlier session was planned again, late")
                 self._phases = {}
+                self._planned.append(of.session)
             self._phases[phase] = asyncio.ensure_future(getattr(self._whole, name)(of, *args))
         return await asyncio.shield(self._phases[phase])

@@ -22,8 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 TOGETHER_S = 0.003  # calls travel together that a process makes within this time
-ANSWERS_WITHIN_S = 10.0  # a relay, even if it has nothing to answer
-_SILENT_S = 3 * ANSWERS_WITHIN_S
+SILENT_S = 15.0  # of a relay, which answers three times as often, even if it has nothing to answer
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +47,16 @@ class Answer(NamedTuple):
 class RelayCalls(Protocol):
     """A `Relay`, or its client in another process."""
 
-    def exchange(self, caller: str, calls: Sequence[Call], gather_s: float) -> Awaitable[Sequence[Answer]]: ...
+    def exchange(
+        self, caller: str, calls: Sequence[Call], gather_s: float, within_s: float
+    ) -> Awaitable[Sequence[Answer]]: ...
 
 
 @dataclass(eq=False)
 class _Caller:
     running: set[asyncio.Task[None]] = field(default_factory=set)
     answers: list[Answer] = field(default_factory=list)
+    since_s: float = 0.0  # when the first of them came
     wake: asyncio.Event | None = None  # of its exchange that waits
 
 
@@ -70,10 +72,11 @@ class Relay:
         self._targets.append(client)
         return len(self._targets) - 1
 
-    async def exchange(self, caller: str, calls: Sequence[Call], gather_s: float) -> list[Answer]:
+    async def exchange(self, caller: str, calls: Sequence[Call], gather_s: float, within_s: float) -> list[Answer]:
         """Make calls. Returns answers to this and earlier calls of the caller: those that come within ``gather_s`` of
-        the first, after at most `ANSWERS_WITHIN_S` nothing. The caller's exchange before, if it still waits, returns
+        the first, nothing if none comes within ``within_s``. The caller's exchange before, if it still waits, returns
         nothing at once."""
+        now_s = asyncio.get_running_loop().time
         of = self._callers.setdefault(caller, _Caller())
         if of.wake is not None:
             of.wake.set()
@@ -81,10 +84,10 @@ class Relay:
         for call in calls:
             of.running.add(asyncio.create_task(self._make(of, call)))
         if not of.answers:
-            await _set_within(wake, ANSWERS_WITHIN_S)
+            await _set_within(wake, within_s)
         if of.answers and of.running and of.wake is wake:
             wake.clear()
-            await _set_within(wake, gather_s)
+            await _set_within(wake, max(0.0, of.since_s + gather_s - now_s()))
         if of.wake is not wake:
             return []
         of.wake, answers, of.answers = None, of.answers, []
@@ -96,6 +99,8 @@ class Relay:
             answer = Answer(number, await getattr(self._targets[target], name)(*args), None)
         except Exception as e:
             answer = Answer(number, None, e)
+        if not of.answers:
+            of.since_s = asyncio.get_running_loop().time()
         of.answers.append(answer)
         of.running.discard(asyncio.current_task())  # type: ignore[arg-type]
         if of.wake is not None and (len(of.answers) == 1 or not of.running):
@@ -117,14 +122,19 @@ class Relayed:
     If the relay dies or hangs, the calls that it had and later ones go to the actors without it. An actor may then get
     a call twice, the second time perhaps before the first, and must not mind."""
 
-    def __init__(self, relay: RelayCalls, caller: str, gather_s: float) -> None:
+    def __init__(self, relay: RelayCalls, caller: str, gather_s: float, silent_s: float = SILENT_S) -> None:
         self._relay: RelayCalls | None = relay
-        self._caller, self._gather_s = caller, gather_s
+        self._caller, self._gather_s, self._silent_s = caller, gather_s, silent_s
         self._numbers = itertools.count()
         self._unsent: list[Call] = []
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._exchanges: set[asyncio.Task[None]] = set()
         self._planned = False
+
+    @property
+    def alive(self) -> bool:
+        """False once the relay has died or hung."""
+        return self._relay is not None
 
     def client(self, target: int, direct: Any) -> Any:
         """A client with the methods of ``direct``, which reaches the same actor without this relay."""
@@ -152,12 +162,12 @@ class Relayed:
         self._planned = False
         if self._relay is not None and (self._unsent or (self._waiting and not self._exchanges)):
             calls, self._unsent = self._unsent, []
-            exchange = self._relay.exchange(self._caller, calls, self._gather_s)
+            exchange = self._relay.exchange(self._caller, calls, self._gather_s, self._silent_s / 3)
             self._exchanges.add(asyncio.create_task(self._answered(exchange)))
 
     async def _answered(self, exchange: Awaitable[Sequence[Answer]]) -> None:
         try:
-            answers = await asyncio.wait_for(exchange, _SILENT_S)
+            answers = await asyncio.wait_for(exchange, self._silent_s)
         except Exception as e:
             self._without_relay(e)
             return
@@ -175,7 +185,7 @@ class Relayed:
 
     def _without_relay(self, error: Exception) -> None:
         if self._relay is not None:
-            why = str(error) or f"it was silent for {_SILENT_S:.0f} s"
+            why = str(error) or f"it was silent for {self._silent_s:g} s"
             log.warning("calls go to their replicas without this relay from now on: %s", why)
             self._relay = None
         waiting, self._waiting, self._unsent = self._waiting, {}, []

@@ -28,7 +28,7 @@ from asyncrl.processes.actor_client import (
 )
 from asyncrl.processes.device_errors import is_device_error
 from asyncrl.processes.garbage import collect_rarely
-from asyncrl.processes.relay import Answer, Call, Relay, Relayed
+from asyncrl.processes.relay import SILENT_S, Answer, Call, Relay, Relayed
 from asyncrl.processes.sigterm import sigterm
 from asyncrl.rollouter.engine_lease import LeasedEngine
 from asyncrl.rollouter.engines.base import EngineDied, EventBatch, Request, Scheduling
@@ -40,8 +40,13 @@ from asyncrl.sample_queue.messages import Holder
 log = logging.getLogger(__name__)
 
 SYNC_GATHER_S = 0.2  # for answers to calls of a sync session; a phase takes longer where there are many
-GATHER_S = 0.05  # for those to calls of a rollouter; an end is reported so much later, while its slot is in use again
+GATHER_S = 0.05  # for those to calls of a rollouter; a freed slot has its next request already
 _LOOPS = 10**6  # tokens for the loops of one rollouter, more than it ever runs
+
+
+def relay_silent_s(config: Config) -> float:
+    """Seconds after which a relay counts as dead: replicas behind two must not count as dead before."""
+    return min(SILENT_S, config.supervision.answer_s / 4, config.supervision.progress_s / 4)
 
 
 class Route(NamedTuple):
@@ -100,9 +105,9 @@ class EngineReplicaActor(SupervisedActor):
 
     # -- generation, for the holder of the lease: asyncrl.rollouter.engine_lease.FencedEngine ----------------------
 
-    async def attach(self, token: int) -> None:
+    async def attach(self, token: int, first: int) -> None:
         with self._exiting_if_engine_dies():
-            await self._lease.attach(token)
+            await self._lease.attach(token, first)
 
     async def submit(self, token: int, number: int, requests: Sequence[Request]) -> None:
         with self._exiting_if_engine_dies():
@@ -144,9 +149,9 @@ class RelayActor(SupervisedActor):
     """Makes the calls of driver and rollouters to the replicas of its machine, and through other relays to those of
     others."""
 
-    def __init__(self, name: str, logs: LogConfig | None = None) -> None:
+    def __init__(self, name: str, silent_s: float, logs: LogConfig | None = None) -> None:
         super().__init__(name, logs)
-        self._relay = Relay()
+        self._relay, self._silent_s = Relay(), silent_s
         self._others: dict[str, Relayed] = {}  # by the relay's name
 
     async def register(self, name: str, replica: Any, via: Route | None = None) -> int:
@@ -155,11 +160,12 @@ class RelayActor(SupervisedActor):
         if via is None:
             return self._relay.register(direct)
         if via.relay not in self._others:
-            self._others[via.relay] = Relayed(ActorClient(via.handle, via.relay), self.name, SYNC_GATHER_S)
+            other = ActorClient(via.handle, via.relay)
+            self._others[via.relay] = Relayed(other, self.name, SYNC_GATHER_S, self._silent_s)
         return self._relay.register(self._others[via.relay].client(via.target, direct))
 
-    async def exchange(self, caller: str, calls: Sequence[Call], gather_s: float) -> Sequence[Answer]:
-        return await self._relay.exchange(caller, calls, gather_s)
+    async def exchange(self, caller: str, calls: Sequence[Call], gather_s: float, within_s: float) -> Sequence[Answer]:
+        return await self._relay.exchange(caller, calls, gather_s, within_s)
 
 
 @ray.remote
@@ -367,8 +373,8 @@ class RollouterActor(SupervisedActor):
         if (route := replica.route) is None:
             return LeasedEngine(direct, self._holder.token)
         if route.relay not in self._relays:
-            caller = f"rollouter {self._holder.token}"
-            self._relays[route.relay] = Relayed(ActorClient(route.handle, route.relay), caller, GATHER_S)
+            relay, caller = ActorClient(route.handle, route.relay), f"rollouter {self._holder.token}"
+            self._relays[route.relay] = Relayed(relay, caller, GATHER_S, relay_silent_s(self._config))
         return LeasedEngine(direct, self._holder.token, self._relays[route.relay].client(route.target, direct))
 
 

@@ -11,19 +11,23 @@ Calls are also numbered, since one may come twice: through a relay that then die
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from asyncrl.rollouter.engines.base import Engine, EngineError, EventBatch, Request, Scheduling
 
+#: numbers of first calls: those of a later `LeasedEngine` are higher, so a late call of an earlier one does nothing
+_FIRST = itertools.count(0, 2**32)
+
 
 class FencedEngine(Protocol):
     """Engine calls that carry a fencing token: an `EngineLease`, or the actor around one. ``number``: of this call
-    among those of `events`, or among the others, since `attach`, from 0.
+    among those of `events`, or among the others, since `attach`, from its ``first``.
 
     All raise EngineError for a token that is not the newest one attached."""
 
-    async def attach(self, token: int) -> None: ...
+    async def attach(self, token: int, first: int) -> None: ...
     async def submit(self, token: int, number: int, requests: Sequence[Request]) -> None: ...
     async def events(self, token: int, number: int) -> EventBatch: ...
     async def abort(self, token: int, number: int, ids: Sequence[str]) -> None: ...
@@ -41,7 +45,7 @@ class EngineLease:
         self._batches = self._commands = 0  # calls of the holder
         self._lock = asyncio.Lock()  # serialises commands and the transfer of the lease
 
-    async def attach(self, token: int) -> None:
+    async def attach(self, token: int, first: int) -> None:
         """Transfer the lease to ``token``. Returns once the earlier holder's requests are aborted, their events dropped
         and its scheduling reset. Its pending call of `events` raises EngineError.
 
@@ -49,7 +53,7 @@ class EngineLease:
         async with self._lock:
             if self._token is not None and token < self._token:
                 self._check(token)
-            self._token, self._batches, self._commands = token, 0, 0
+            self._token, self._batches, self._commands = token, first, first
             if self._listening is not None:
                 self._listening.cancel()
                 await asyncio.wait([self._listening])
@@ -78,11 +82,14 @@ class EngineLease:
             self._listening.add_done_callback(lambda task: task.cancelled() or task.exception())  # its call may be gone
         elif number != self._batches - 1:
             raise EngineError(f"expected a call for batch {self._batches}, or again the one before; found {number}")
-        assert self._listening is not None
+        listening = self._listening
+        assert listening is not None
         try:
-            batch = await asyncio.shield(self._listening)
+            batch = await asyncio.shield(listening)
         except asyncio.CancelledError:
-            self._check(token)  # raises if `attach` ended the wait, rather than the caller
+            self._check(token)
+            if listening.cancelled():  # by `attach`, rather than by the caller
+                raise EngineError("the engine was attached again meanwhile") from None
             raise
         self._check(token)
         return batch
@@ -119,11 +126,10 @@ class LeasedEngine:
 
     def __init__(self, engine: FencedEngine, token: int, relayed: FencedEngine | None = None) -> None:
         self._direct, self._engine, self._token = engine, relayed or engine, token
-        self._batches = self._commands = 0
+        self._batches = self._commands = self._first = next(_FIRST)
 
     async def attach(self) -> None:
-        await self._direct.attach(self._token)
-        self._batches = self._commands = 0
+        await self._direct.attach(self._token, self._first)
 
     async def submit(self, requests: Sequence[Request]) -> None:
         await self._engine.submit(self._token, self._next_command(), requests)

@@ -50,8 +50,8 @@ class GeneratedTokens:
             self.first_version = version
         if self.first_token_s is None:
             self.first_token_s = now_s()
-        self.tokens.append(tokens)
-        self.logprobs.append(logprobs)
+        self.tokens.append(tokens.copy())  # a view would keep the whole batch that it came with, in Ray's object store
+        self.logprobs.append(logprobs.copy())
         self.count += len(tokens)
 
     def equals(self, completion: Completion) -> bool:

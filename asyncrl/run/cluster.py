@@ -28,6 +28,7 @@ from asyncrl.rollouter.actors import (
     RelayActor,
     RollouterActor,
     Route,
+    relay_silent_s,
 )
 from asyncrl.run.environments import interpreter
 from asyncrl.run.placement import Placement
@@ -210,17 +211,21 @@ class Cluster:
             return replica
         if node not in self._relays:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
-            name = f"relay/{len(self._relays)}"
-            made = self._make(RelayActor, name, {"num_cpus": 0, "scheduling_strategy": there}, name)
-            self._relays[node] = made, Relayed(made, "driver", SYNC_GATHER_S)
+            name, silent_s = f"relay/{len(self._relays)}", relay_silent_s(self._config)
+            made = self._make(RelayActor, name, {"num_cpus": 0, "scheduling_strategy": there}, name, silent_s)
+            self._relays[node] = made, Relayed(made, "driver", SYNC_GATHER_S, silent_s)
         number, relays = list(self._relays).index(node), list(self._relays.values())
         (relay, through), (first, through_first) = relays[number], relays[number - number % RELAYS_PER_CALL]
         client: Any = replica
+        if not through.alive:
+            return client
         with contextlib.suppress(ActorDied, TimeoutError):  # a dead relay is left out
+            if relay.name not in self._processes:
+                await asyncio.wait_for(self._locate(relay), RELAY_START_S)
             target = await asyncio.wait_for(relay.register(replica.name, replica.handle), RELAY_START_S)
             route = self._routes[replica.name] = Route(relay.name, relay.handle, target)
             client = through.client(target, replica)
-            if first is not relay:
+            if first is not relay and through_first.alive:
                 registered = first.register(replica.name, replica.handle, route)
                 client = through_first.client(await asyncio.wait_for(registered, RELAY_START_S), client)
         return client

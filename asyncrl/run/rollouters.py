@@ -76,16 +76,18 @@ class Rollouters:
     async def validate(self) -> dict[str, float]:
         """Each answers its part of the prompts, again if another one has answers of a newer lineage. Returns
         `Validated.values`. Raises RuntimeError if lineages are still mixed after `ROUNDS` rounds."""
-        parts = await asyncio.gather(*(shard.validate() for shard in self.shards))
-        for _ in range(ROUNDS):
+        parts: list[Validated] = await asyncio.gather(*(shard.validate() for shard in self.shards))
+        for left in reversed(range(ROUNDS)):
             newest = max(part.lineage for part in parts)
             outdated = [i for i, part in enumerate(parts) if NO_LINEAGE < part.lineage < newest]
             if not outdated:
-                return Validated.together(parts).values()
+                break
+            if not left:
+                raise RuntimeError(f"validation: after {ROUNDS} rounds shards have answers of different lineages")
             again = await asyncio.gather(*(self.shards[i].validate() for i in outdated))
             for i, part in zip(outdated, again, strict=True):
                 parts[i] = part
-        raise RuntimeError(f"validation: after {ROUNDS} rounds shards have answers of different lineages")
+        return Validated.together(parts).values()
 
     async def set_validation_first(self, first: bool) -> None:
         await asyncio.gather(*(shard.set_validation_first(first) for shard in self.shards))

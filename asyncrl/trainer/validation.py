@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -58,7 +59,9 @@ class ValidationSchedule:
         with self._recorder.span("validation/holds_sync"):
             try:
                 while not validation.done() and (left_s := until_s - now_s()) > 0:
-                    await self._rollouter.set_validation_first(True)
+                    with contextlib.suppress(TimeoutError):  # a rollouter is being restarted
+                        await asyncio.wait_for(self._rollouter.set_validation_first(True), left_s)
+                    left_s = max(0.0, until_s - now_s())
                     await asyncio.wait([validation], timeout=min(left_s, REPEAT_EVERY_S))
                 self._passed = validation
             finally:  # not awaited: a dead rollouter would block a cancelled caller
