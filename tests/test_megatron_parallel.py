@@ -35,6 +35,7 @@ MODELS = {
     "mbridge": ({**SIZES, "tie_word_embeddings": True}, {**OPTIONS, "bridge": "mbridge"}),
     "half": (SIZES, {**OPTIONS, "mixed_precision": "bfloat16", "lr": 1e-4}),
 }
+COVERED = {"draft", "attached-drafts", "mbridge"}  # for the most part, by other models and by the test of experts
 
 
 def train(rank, ranks, cut, checkpoint, options, folder):
@@ -70,7 +71,10 @@ def train_cuts(rank, ranks, cuts, checkpoint, options, folder):
             train(rank, ranks, cut, checkpoint, options, folder)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if name in COVERED else []) for name in MODELS],
+)
 def runs(request, tmp_path_factory):
     sizes, options = MODELS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
