@@ -107,7 +107,6 @@ async def test_a_call_is_made_while_earlier_ones_wait(relay, clients, replicas):
 
 
 async def test_answers_of_one_moment_travel_together(relay, clients, replicas):
-    """In turns of two calls each, however many replicas there are: one for them, none for the rest."""
     for replica in replicas.values():
         replica.free.clear()
     rounds = 5

@@ -137,7 +137,7 @@ class World:
         await self._start(name)
         self.replicas[name] = Replica(name)
 
-    def reached(self, name):
+    def replica_handle(self, name):
         return self.replicas[name]
 
     async def start_ranks(self):

@@ -57,7 +57,7 @@ class Route(NamedTuple):
     target: int
 
 
-class Reached(NamedTuple):
+class ReplicaHandle(NamedTuple):
     """A replica's handle, and its route if it has one."""
 
     handle: Any
@@ -219,7 +219,7 @@ class RollouterActor(SupervisedActor):
         name: str,
         max_prompt_tokens: int,
         queue: Any,
-        replicas: Mapping[str, Reached],
+        replicas: Mapping[str, ReplicaHandle],
         holder: Holder,
         endpoint: Any = None,
         logs: LogConfig | None = None,
@@ -316,7 +316,7 @@ class RollouterActor(SupervisedActor):
         """Use a new or restarted endpoint; samples of the old one begin again."""
         self._link.replace(ActorClient(handle, self._endpoint_name))
 
-    async def replace_replica(self, name: str, replica: Reached) -> None:
+    async def replace_replica(self, name: str, replica: ReplicaHandle) -> None:
         """Use a new or restarted replica; it gets work once `set_routable` names it."""
         self._router.replace(name, self._leased(name, replica))
         self._resize()
@@ -368,7 +368,7 @@ class RollouterActor(SupervisedActor):
         if self._loop is not None:
             self._loop.limiter.resize(self._slots)
 
-    def _leased(self, name: str, replica: Reached) -> LeasedEngine:
+    def _leased(self, name: str, replica: ReplicaHandle) -> LeasedEngine:
         direct: Any = ActorClient(replica.handle, name)
         if (route := replica.route) is None:
             return LeasedEngine(direct, self._holder.token)

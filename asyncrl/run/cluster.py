@@ -24,8 +24,8 @@ from asyncrl.rollouter.actors import (
     SYNC_GATHER_S,
     EndpointActor,
     EngineReplicaActor,
-    Reached,
     RelayActor,
+    ReplicaHandle,
     RollouterActor,
     Route,
     relay_silent_s,
@@ -116,9 +116,9 @@ class Cluster:
         relayed = await self._through_relays(replica)
         self.replicas[name], self._relayed[name], self.sessions[name] = replica, relayed, remote_session(relayed.sync)
 
-    def reached(self, name: str) -> Reached:
+    def replica_handle(self, name: str) -> ReplicaHandle:
         """How rollouters call a replica that has started."""
-        return Reached(self.replicas[name].handle, self._routes.get(name))
+        return ReplicaHandle(self.replicas[name].handle, self._routes.get(name))
 
     async def add_replicas(self, names: Sequence[str]) -> None:
         """Reserve what replicas need, which can be started then. Raises PlacementError."""
@@ -285,7 +285,7 @@ class Cluster:
             name,
             self._preflight.max_prompt_tokens,
             self.queue.handle,
-            {name: self.reached(name) for name in self.replicas if self.rollouters.of(name) is of_shard},
+            {name: self.replica_handle(name) for name in self.replicas if self.rollouters.of(name) is of_shard},
             Holder(shard, self._made),  # the newest rollouter has the highest token, also over drivers
             self.endpoints[shard].handle if self.endpoints else None,
         )

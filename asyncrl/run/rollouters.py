@@ -19,7 +19,7 @@ def shard_names(role: str, shards: int) -> list[str]:
 
 def shard_of(replica: str, config: RolloutConfig) -> int:
     """The shard that serves this replica. The run's first replicas, which are placed in order, are dealt in blocks, so
-    that a machine's have one rollouter, whose calls to them travel together."""
+    that most of a machine's have one rollouter, whose calls to them travel together."""
     number = int(replica.rpartition("/")[2])
     return number * config.shards // config.replicas if number < config.replicas else number % config.shards
 

@@ -80,7 +80,7 @@ class SupervisedCluster(Protocol):
 
     async def start_queue(self) -> None: ...
     async def start_replica(self, name: str) -> None: ...
-    def reached(self, name: str) -> Any: ...  # what its rollouter is given
+    def replica_handle(self, name: str) -> Any: ...  # what its rollouter is given
     async def start_endpoint(self, shard: int) -> None: ...
     async def start_rollouter(self, shard: int, routable: Callable[[], Sequence[str]]) -> None: ...
     async def start_ranks(self) -> None: ...
@@ -263,7 +263,7 @@ class Supervisor:
                 del self._replicas[name]
                 await self._remove(name)  # it may hang, and hold memory and a bundle
                 return
-            await self._cluster.rollouters.replace_replica(name, self._cluster.reached(name))
+            await self._cluster.rollouters.replace_replica(name, self._cluster.replica_handle(name))
             self._membership.join(name, self._cluster.sessions[name])
             self._up[name].set()
             self._serving.add(name)

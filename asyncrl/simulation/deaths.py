@@ -56,7 +56,7 @@ class MortalCluster:
         session = EngineSession(name, engine, SimulatedReceiver(name, self._profile.sync))
         self.replicas[name], self.sessions[name] = life, _UntilDeath(session, life)
 
-    def reached(self, name: str) -> Any:
+    def replica_handle(self, name: str) -> Any:
         return self.replicas[name].client
 
     async def remove_replica(self, name: str) -> None:
