@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from asyncrl.config.load import ConfigError, load_config
 from asyncrl.models.checkpoint import is_draft, read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.rollouter.engines.native.kv import KVCache
+from asyncrl.run.cluster import Cluster
+from asyncrl.run.machine import local_memory_bytes
+from asyncrl.run.placement_plan import PlacementError
 from asyncrl.run.preflight import kv_cache_bytes, preflight
 from tests.support.tiny import overrides
 
@@ -155,9 +159,24 @@ def test_a_kv_cache_beyond_the_machine_s_memory_is_refused_if_the_run_starts_its
     slots = "rollout.engine.slots=1000000000"
     (problem,) = problems(inputs, slots)
     assert problem.startswith("rollout.engine.max_context_tokens: 1 × 1000000000 slots of 64 tokens hold ")
-    assert "rollout.engine.slots or rollout.replicas" in problem
+    assert "rollout.engine.slots or the replicas" in problem
     # on a cluster the memory is another machine's
     assert preflight(load_config(None, overrides(inputs, inputs / "run", slots)), cpus=None).context_tokens == 64
+
+
+async def test_replicas_that_would_join_need_memory_as_well(inputs):
+    """Those of the start fit, more do not: whether a limit lets them join, or they are asked for."""
+    each = kv_cache_bytes(DecoderConfig.load(inputs / "checkpoint"), 1, 64, "float32")
+    slots = f"rollout.engine.slots={int(0.3 * local_memory_bytes() / each)}"
+    [problem] = problems(inputs, slots, "rollout.autoscale.max=3")
+    assert problem.startswith("rollout.engine.max_context_tokens: 3 × ")
+    config = load_config(None, overrides(inputs, inputs / "run", "rollout.engine.device=cpu", slots))
+    folder = SimpleNamespace(journal=None, logs=None, checkpoint=None, epoch=SimpleNamespace(number=0))
+    cluster = Cluster(config, preflight(config, cpus=2), folder)
+    cluster.replica_names = ["replica/0"]
+    with pytest.raises(PlacementError, match=r"^rollout\.engine\.max_context_tokens: 3 × "):
+        await cluster.add_replicas(["replica/1", "replica/2"])
+    assert cluster.replica_names == ["replica/0"]
 
 
 @pytest.mark.parametrize("key", ["mtp.enable_train", "mtp.enable_rollout"])

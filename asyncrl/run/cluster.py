@@ -31,9 +31,9 @@ from asyncrl.rollouter.actors import (
     relay_silent_s,
 )
 from asyncrl.run.environments import interpreter
-from asyncrl.run.placement import Placement
-from asyncrl.run.placement_plan import make_plan, pools
-from asyncrl.run.preflight import Preflight
+from asyncrl.run.placement import Placement, joins_a_cluster
+from asyncrl.run.placement_plan import PlacementError, make_plan, pools
+from asyncrl.run.preflight import Preflight, memory_problem
 from asyncrl.run.rollouters import RollouterClient, Rollouters, shard_names
 from asyncrl.run.run_folder import RunFolder
 from asyncrl.sample_queue.actor import SampleQueueActor
@@ -122,6 +122,10 @@ class Cluster:
 
     async def add_replicas(self, names: Sequence[str]) -> None:
         """Reserve what replicas need, which can be started then. Raises PlacementError."""
+        if not joins_a_cluster(self._config):
+            found, replicas = self._preflight, len(self.replica_names) + len(names)
+            if problem := memory_problem(self._config, found.model, found.context_tokens, replicas):
+                raise PlacementError(problem)
         await self._placement.add_replicas(names)
         self.replica_names += names
 

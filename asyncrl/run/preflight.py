@@ -111,7 +111,8 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
             f"data.max_prompt_tokens: {config.data.max_prompt_tokens} is more than the {room} left beside a response"
         )
     if model and cpus is not None:
-        problems += _memory_problems(config, model, context)
+        replicas = max(config.rollout.replicas, config.rollout.autoscale.max)
+        problems += filter(None, [memory_problem(config, model, context, replicas)])
     if problems or model is None or tokenizer is None:
         raise ConfigError(problems)
     return Preflight(
@@ -209,18 +210,18 @@ def _reward_problems(config: Config, cpus: int | None, prompts: Sequence[Prompt]
     return list(filter(None, [sandbox_problem(config.sandbox)]))
 
 
-def _memory_problems(config: Config, model: ModelConfig, context_tokens: int) -> list[str]:
-    """KV caches that exceed this machine's memory; KV caches on a GPU do not count."""
-    engine, replicas = config.rollout.engine, config.rollout.replicas
+def memory_problem(config: Config, model: ModelConfig, context_tokens: int, replicas: int) -> str | None:
+    """Whether KV caches of so many replicas exceed this machine's memory; those on a GPU do not count."""
+    engine = config.rollout.engine
     if engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available()):
-        return []
+        return None
     dtype = model.engine_dtype(engine.dtype)
     each = kv_cache_bytes(model, engine.slots, context_tokens, dtype, config.mtp.enable_rollout)
     memory = local_memory_bytes()
     if each * replicas <= MEMORY_SHARE * memory:
-        return []
-    return [
+        return None
+    return (
         f"rollout.engine.max_context_tokens: {replicas} × {engine.slots} slots of {context_tokens} tokens hold "
         f"{each * replicas / 2**30:.1f} GiB of KV cache, more than {MEMORY_SHARE:.0%} of this machine's "
-        f"{memory / 2**30:.1f} GiB; lower it (0 is the model's own maximum), rollout.engine.slots or rollout.replicas"
-    ]
+        f"{memory / 2**30:.1f} GiB; lower it (0 is the model's own maximum), rollout.engine.slots or the replicas"
+    )
