@@ -655,7 +655,7 @@ def mask_one_version_late(patch) -> None:
 
 def ready_groups_always_fit(patch) -> None:
     """`ready_first` takes finished groups, even if those in flight can then not be trained in time."""
-    patch.setattr(Admission, "fits", lambda self, deadlines, number, consumed: True)
+    patch.setattr(Admission, "fits", lambda self, outstanding, number, consumed: True)
 
 
 def second_starts_are_free(patch) -> None:

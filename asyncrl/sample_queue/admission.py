@@ -35,7 +35,7 @@ groups may be too late: `late` finds them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -66,20 +66,22 @@ class Admission:
         """Last version number under which a group started under ``version`` may be trained."""
         return version.number + self.bound
 
-    def fits(self, deadlines: Sequence[int], number: int, consumed: int) -> bool:
+    def fits(self, outstanding: Mapping[int, int], number: int, consumed: int) -> bool:
         """True if all outstanding groups keep their deadlines.
 
-        ``deadlines``: theirs, ascending. ``number``: of the current version; ``consumed``: groups that it has trained
-        or is about to train before them."""
+        ``outstanding``: deadline → number of groups. ``number``: of the current version; ``consumed``: groups that it
+        has trained or is about to train before them."""
         room = self.groups_per_version - consumed  # left in the current version
-        return all(
-            position < room + (deadline - number) * self.groups_per_version
-            for position, deadline in enumerate(deadlines)
-        )
+        before = 0
+        for deadline in sorted(outstanding):
+            before += outstanding[deadline]
+            if outstanding[deadline] and before > room + (deadline - number) * self.groups_per_version:
+                return False
+        return True
 
     def late(self, deadlines: Sequence[int], number: int, consumed: int) -> list[int]:
-        """Indices of the outstanding groups that miss their deadlines if trained in this order; arguments as in
-        `fits`."""
+        """Indices of the outstanding groups, of these ``deadlines``, that miss them if trained in this order; other
+        arguments as in `fits`."""
         return [
             place
             for place, deadline in enumerate(deadlines)

@@ -44,6 +44,9 @@ class GroupTable:
         self.leased = {group.uid: group for group in found.groups if group.state == LEASED}  #: also in ``open``
         self._trained = {group.uid: group for group in found.groups if group.state == TRAINED}  # provisionally
         self.in_flight = Counter(group.shard for group in found.groups if group.state == IN_FLIGHT)  #: by shard
+        #: number of those in each state, by the number of the version under which they started
+        self.in_flight_of = Counter(group.number for group in found.groups if group.state == IN_FLIGHT)
+        self.queued_of = Counter(group.number for group in found.groups if group.state == QUEUED)
         self._final = found.final
         self.issued, self.last_uid = found.issued, found.last_uid
         self.dropped = Counter(found.dropped)  # by reason
@@ -222,10 +225,9 @@ class GroupTable:
     def _put(self, group: GroupRecord) -> None:
         """Stores the record where its state belongs."""
         uid = group.uid
-        if (before := self.open.get(uid)) is not None and before.state == IN_FLIGHT:
-            self.in_flight[before.shard] -= 1
-        if group.state == IN_FLIGHT:
-            self.in_flight[group.shard] += 1
+        if (before := self.open.get(uid)) is not None:
+            self._count(before, -1)
+        self._count(group, 1)
         self._changes.groups[uid] = group
         if group.final:
             del self._trained[uid]
@@ -242,3 +244,16 @@ class GroupTable:
             self.leased[uid] = group
         else:
             self.leased.pop(uid, None)
+
+    def _count(self, group: GroupRecord, change: int) -> None:
+        if group.state == IN_FLIGHT:
+            self.in_flight[group.shard] += change
+            _add(self.in_flight_of, group.number, change)
+        elif group.state == QUEUED:
+            _add(self.queued_of, group.number, change)
+
+
+def _add(counts: Counter[int], number: int, change: int) -> None:
+    counts[number] += change
+    if not counts[number]:
+        del counts[number]  # numbers grow with the run

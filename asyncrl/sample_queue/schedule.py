@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice, takewhile
 from typing import Literal
 
@@ -78,13 +78,12 @@ class Schedule:
             places = {uid: place for place, uid in enumerate(self._table.open, start=self._table.trained + 1)}
             admitted = [places[group.uid] <= limit for group in groups]
             return admitted.index(False) if False in admitted else len(groups)
-        deadlines = sorted(self._deadline(group) for group in self._table.waiting())
-        earliest = self._admission.deadline(oldest)
+        numbers = self._table.in_flight_of + self._table.queued_of
         for count, group in enumerate(groups):
-            if (deadline := self._deadline(group)) > earliest:
-                deadlines.remove(deadline)
-                insort(deadlines, earliest)
-                if not self._fits(deadlines):
+            if group.number > oldest.number:
+                numbers.subtract([group.number])
+                numbers.update([oldest.number])
+                if not self._fits(numbers):
                     return count
         return len(groups)
 
@@ -98,16 +97,9 @@ class Schedule:
         if self._order == "fifo":
             taken = list(islice(takewhile(lambda group: group.state == QUEUED, waiting), count))
             return taken if len(taken) == count else None
-        ordered = self.in_training_order(waiting)
-        taken = [group for group in ordered if group.state == QUEUED][:count]
-        if len(taken) < count:
-            return None
-        if self._keeps_deadlines:
-            chosen = {group.seq for group in taken}
-            left = [self._deadline(group) for group in ordered if group.seq not in chosen]
-            if not self._fits(left, taken=count):
-                return None  # a group in flight must come first
-        return taken
+        if self._keeps_deadlines and not self._fits(self._left_without(count), taken=count):
+            return None  # a group in flight must come first
+        return self.in_training_order(group for group in waiting if group.state == QUEUED)[:count]
 
     def in_training_order(self, groups: Iterable[GroupRecord]) -> list[GroupRecord]:
         if self._order == "fifo":
@@ -149,10 +141,22 @@ class Schedule:
     def _deadline(self, group: GroupRecord) -> int:
         return self._admission.deadline(group.version)
 
-    def _fits(self, deadlines: Sequence[int], taken: int = 0) -> bool:
-        """``taken``: number of groups about to be leased, beside those leased already."""
+    def _left_without(self, count: int) -> Counter[int]:
+        """Groups in flight or queued, by the number of the version under which they started, without the first
+        ``count`` queued ones."""
+        left = self._table.in_flight_of + self._table.queued_of
+        for number in sorted(self._table.queued_of):
+            taken = min(count, self._table.queued_of[number])
+            left[number] -= taken
+            count -= taken
+        return left
+
+    def _fits(self, numbers: Mapping[int, int], taken: int = 0) -> bool:
+        """``numbers``: version number under which groups started → how many of them are left; ``taken``: groups about
+        to be leased, beside those leased already."""
         if (current := self._versions.current) is None:
             return False
+        deadlines = {number + self._admission.bound: count for number, count in numbers.items()}
         return self._admission.fits(deadlines, current.number, self._consumed(current) + taken)
 
     def _consumed(self, current: PolicyVersion) -> int:
