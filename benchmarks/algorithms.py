@@ -7,7 +7,7 @@
 2. *Effects*: options whose alternatives (`tests.support.option_effects`) give the same gradient, on random batches or
    on groups of a real run, from its first to its last, scored with that run's final weights.
 3. *Learning*: each of configs/algorithms/ on the quickstart's task for ``--steps`` train steps; it has learned if its
-   held-out accuracy grows by a third. ``--all``: the quickstart's 48 steps at staleness 0 and 2, about 70 minutes.
+   held-out accuracy grows by a third. ``--all``: 48 steps at staleness 0 and 2, about 70 minutes.
 
 The last line is JSON: ``items``, ``parity_max_error``, ``inert_options``, ``algorithms``, ``learned``.
 """
