@@ -30,10 +30,15 @@ def load_model(
 
 
 def make_core(
-    model: NativeModel, k: int, recorder: Recorder, slots: int = SLOTS, context_tokens: int = CONTEXT_TOKENS
+    model: NativeModel,
+    k: int,
+    recorder: Recorder,
+    slots: int = SLOTS,
+    context_tokens: int = CONTEXT_TOKENS,
+    guard: bool = False,
 ) -> Core:
-    """A started core that drafts ``k`` tokens in every step (0: no speculation)."""
-    speculation = Speculation(k, guard=False) if k else None
+    """A started core that drafts ``k`` tokens in every step (0: no speculation), or with ``guard`` at most so many."""
+    speculation = Speculation(k, guard) if k else None
     core = Core(
         model,
         slots=slots,

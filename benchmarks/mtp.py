@@ -3,7 +3,7 @@
     python -m benchmarks.mtp
 
 Everything runs in one process with one thread, engine and trainer alternating, so that nothing disturbs the timings.
-The guard that stops unprofitable speculation is off.
+The guard that stops unprofitable speculation is off, but for ``guarded_b32``.
 
 1. *Learning*: the quickstart's task and schedule, from a shorter warm start and with a larger learning rate, so that
    the policy moves far and no stale draft stays accurate. Three arms: the draft is trained and reloaded at each sync
@@ -15,7 +15,8 @@ The guard that stops unprofitable speculation is off.
    prompts. ``train_step_with_over_without``: step time of the trained arm, which passes over each batch twice
    (``mtp.passes``), over the frozen arm's.
 2. *Speed*: speculation against none with the same weights, a trunk of 8 layers and a draft trained with it, at 1, 8
-   and 32 sequences; ``speedup_b*``: speedup of the best number of drafted tokens in the table.
+   and 32 sequences; ``speedup_b*``: speedup of the best number of drafted tokens in the table; ``guarded_b32``: speedup
+   with the guard, which chooses that number, with the steps in which it tries others.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.engine_metrics import engine_metrics
 from asyncrl.rollouter.engines.base import Request, SamplingParams
+from asyncrl.rollouter.engines.native.core import Core
 from asyncrl.rollouter.rewards.arithmetic import score
 from asyncrl.rollouter.sampling import random_key
 from asyncrl.rollouter.tokenizer import PromptTokenizer
@@ -59,6 +61,7 @@ from benchmarks.generation import generate, load_model, make_core
 from benchmarks.quickstart import ROOT, ensure_inputs
 
 ARMS = {"trained": (True, True), "frozen": (False, True), "stale": (True, False)}  # MTP training, reload
+DRAFTED, GUARD = (1, 2, 3), "guard"  # tokens per step
 PASSES = 2  # of the draft over each batch, since the policy moves far in every step
 REFIT_STEPS, REFIT_BATCH, REFIT_PROMPTS, REFIT_RATE = 1600, 16, 800, 1e-3
 
@@ -222,11 +225,13 @@ def refit(config: Config, final: Path, steps: int) -> tuple[float, float]:
 
 
 def speedups(config: Config, checkpoint: Path, drafted: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
-    """Rows by batch size and number of drafted tokens: tokens per verification, tokens/s, speedup over no drafts."""
+    """Rows by batch size and number of drafted tokens, or `GUARD`: tokens per verification, tokens/s, speedup over no
+    drafts."""
     model, recorder = load_model(checkpoint), Recorder("engine")
     for batch in (1, 8, 32):
-        cores = {k: make_core(model, k, recorder, slots=batch) for k in (0, *drafted)}
-        rates: dict[int, list[float]] = {k: [] for k in cores}
+        cores: dict[int | str, Core] = {k: make_core(model, k, recorder, slots=batch) for k in (0, *drafted)}
+        cores[GUARD] = make_core(model, max(drafted), recorder, slots=batch, guard=True)
+        rates: dict[int | str, list[float]] = {k: [] for k in cores}
         for number in range(rounds + 1):
             _, requests = Task(config).requests(
                 max(batch // 4, 1) * 4, max(4 // max(batch // 8, 1), 1) if batch > 1 else 2
@@ -239,7 +244,7 @@ def speedups(config: Config, checkpoint: Path, drafted: Sequence[int], rounds: i
                 lengths = engine_metrics(recorder.drain().counters)
                 if k:
                     yield {"batch": batch, "k": k, "length": lengths["rollout/spec_accept_length"]}
-        for k in drafted:
+        for k in list(cores)[1:]:
             ratio = statistics.median(ours / plain for ours, plain in zip(rates[k], rates[0]))
             yield {"batch": batch, "k": k, "speedup": ratio, "tokens_per_s": statistics.median(rates[k])}
 
@@ -312,8 +317,8 @@ def main() -> None:
         print(f"\nfinal draft {own:.3f}, refitted {fitted:.3f}; acceptance over steps: {args.figure}\n", flush=True)
 
         print(f"{'batch':>5}{'drafted':>9}{'tokens/verify':>15}{'tokens/s':>10}{'speedup':>9}")
-        rows: dict[tuple[int, int], dict[str, Any]] = {}
-        for row in speedups(options(deep), deep, (1, 2, 3), args.rounds):
+        rows: dict[tuple[int, int | str], dict[str, Any]] = {}
+        for row in speedups(options(deep), deep, DRAFTED, args.rounds):
             rows.setdefault((row["batch"], row["k"]), {}).update(row)
         for (batch, k), row in rows.items():
             print(f"{batch:5}{k:9}{row['length']:15.3f}{row['tokens_per_s']:10.0f}{row['speedup']:9.2f}")
@@ -325,7 +330,8 @@ def main() -> None:
         "throughput_gain": gain,
         "throughput_of_predicted": gain / (trained.last("length") / stale.last("length")),
         "acceptance_of_refit": own / fitted,
-        **{f"speedup_b{b}": max(row["speedup"] for (batch, _), row in rows.items() if batch == b) for b in (1, 8, 32)},
+        **{f"speedup_b{batch}": max(rows[batch, k]["speedup"] for k in DRAFTED) for batch in (1, 8, 32)},
+        "guarded_b32": rows[32, GUARD]["speedup"],
         "train_step_with_over_without": trained.last("train_s") / arms["frozen"].last("train_s"),
         "acceptance_gain_over_frozen": trained.last("accepted") / arms["frozen"].last("accepted"),
     }
