@@ -1,6 +1,6 @@
 """Measures the CPU cost of observability: spans, counters, metrics, trace, trajectories, and offline wandb.
 
-    python -m benchmarks.observability [--steps 48] [key.path=value ...]
+    python -m benchmarks.observability [--steps 40] [key.path=value ...]
 
 Runs configs/quickstart.yaml as a user would and counts CPU seconds:
 
@@ -65,7 +65,7 @@ def answer_s() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     args = parser.parse_args()
     checkpoint, data = ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic"

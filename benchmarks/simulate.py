@@ -12,7 +12,9 @@
   0, which is not predicted. Its trainer takes the mean of the published updates, by tokens; its sync what they leave of
   a step. A quarter of all that is simulated: samples, GPUs for generation, and the trainer's speed.
 - ``async_over_sync_tail``: how much faster the same GPUs, best divided, train the long tail of `benchmarks.long_tail`
-  at a threshold of 1 than synchronously, with all of them in turn generating and training.
+  than synchronously, with all of them in turn generating and training: at the best of `TAIL_THRESHOLDS`; ``…_1``: at a
+  threshold of 1. At a threshold of s the groups of 1 + s versions are in flight, so a version takes at least the time
+  of the longest answers over 1 + s.
 - ``virtual_over_real_N``: virtual seconds for each real one, with N replicas and as many ranks that train this tail at
   a threshold of 1, a step of 128 samples for each replica, but of at most `MOST_GROUPS` prompts.
 """
@@ -56,6 +58,7 @@ REST_S = statistics.fmean(step - wait - update for step, wait, update in PUBLISH
 PROMPTS, SAMPLES, GPUS = 512 // 4, 16, 64 // 4
 UPDATES = 4  # train steps between syncs
 LONGEST = 28_000  # tokens
+TAIL_THRESHOLDS = (1, 2)
 MOST_GROUPS = 2048  # of a step of a thousand replicas: a run holds the tokens of two, here 10 GB
 MEDIAN = LONGEST / LIMIT
 #: as theirs, the trainer takes a quarter of a step at once, and whatever is finished first
@@ -160,16 +163,19 @@ def verl_table() -> Mapping[str, float]:
     }
 
 
-def tail_table() -> Mapping[int, float]:
-    """Ranks of the trainer → how much faster a step is than in turn; the same GPUs, of the same speed."""
+def tail_table() -> Mapping[int, Mapping[int, float]]:
+    """Threshold → ranks of the trainer → how much faster a step is than in turn; the same GPUs, of the same speed."""
     profile, whole = calibrated(), "algorithm.advantage=benchmarks.overlap:WHOLE_BATCH"
     all_of = [f"rollout.replicas={2 * GPUS}", f"trainer.ranks={2 * GPUS}", "async_training.staleness_threshold=0"]
     in_turn = step_s(profile, *WHOLE_STEPS, whole, *all_of)
     print(f"synchronous: {in_turn:.1f} s a step")
     split = lambda ranks: [f"trainer.ranks={ranks}", f"rollout.replicas={2 * GPUS - ranks}"]
     return {
-        ranks: in_turn / step_s(profile, "async_training.staleness_threshold=1", *split(ranks))
-        for ranks in range(GPUS, 2 * GPUS - 3, 2)
+        threshold: {
+            ranks: in_turn / step_s(profile, f"async_training.staleness_threshold={threshold}", *split(ranks))
+            for ranks in range(GPUS, 2 * GPUS - 3, 2)
+        }
+        for threshold in TAIL_THRESHOLDS
     }
 
 
@@ -302,9 +308,12 @@ def main() -> None:
         error, faster = predicted[threshold] / published - 1, SYNCHRONOUS_S / predicted[threshold]
         print(f"{threshold:>9} {published:>10.1f} {predicted[threshold]:>10.1f} {error:>+7.1%} {faster:>20.2f}")
     found["verl_table_error"] = max(abs(predicted[t] / PUBLISHED[t][0] - 1) for t in PUBLISHED if t != "0")
-    table = tail_table()
-    print("trainer's ranks, of 32: " + ", ".join(f"{ranks} → {faster:.2f}" for ranks, faster in table.items()))
-    found["async_over_sync_tail"] = max(table.values())
+    best: dict[int, float] = {}
+    for threshold, table in tail_table().items():
+        cells = ", ".join(f"{ranks} → {faster:.2f}" for ranks, faster in table.items())
+        print(f"long tail at a threshold of {threshold}; trainer's ranks, of {2 * GPUS}: {cells}")
+        best[threshold] = max(table.values())
+    found["async_over_sync_tail"], found["async_over_sync_tail_1"] = max(best.values()), best[1]
     for replicas in (64, 1024):
         found[f"virtual_over_real_{replicas}"] = virtual_over_real(replicas)
     print(json.dumps(found))
