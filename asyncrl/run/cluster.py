@@ -117,8 +117,11 @@ class Cluster:
         self.replicas[name], self._relayed[name], self.sessions[name] = replica, relayed, remote_session(relayed.sync)
 
     def replica_handle(self, name: str) -> ReplicaHandle:
-        """How rollouters call a replica that has started."""
-        return ReplicaHandle(self.replicas[name].handle, self._routes.get(name))
+        """How rollouters call a replica that has started: not through a relay of which the driver knows that it hangs,
+        which each would have to find out."""
+        _, relayed = self._relays.get(self._node(name) or "", (None, None))
+        route = self._routes.get(name) if relayed is not None and relayed.alive else None
+        return ReplicaHandle(self.replicas[name].handle, route)
 
     async def add_replicas(self, names: Sequence[str]) -> None:
         """Reserve what replicas need, which can be started then. Raises PlacementError."""
