@@ -367,6 +367,26 @@ async def test_rejoining_with_a_dead_sender_fails_at_once():
         assert group.routable() == []
 
 
+async def test_a_session_under_way_counts_as_a_sync_just_now():
+    """Replicas are silent as long as it lasts."""
+
+    async def routable(names): ...
+
+    async with processes(1) as (ranks, replicas):
+        group = ParameterSyncCoordinator(config(), {"trainer/0": ranks[0]}, {}, routable, Recorder("driver"))
+        group.join("replica/0", replicas["replica/0"])
+        syncing = asyncio.create_task(group(version(1)))
+        await asyncio.sleep(0)
+        before = group.last_sync_s
+        await asyncio.sleep(0.001)
+        assert not syncing.done()
+        assert group.last_sync_s > before
+        await syncing
+        ended = group.last_sync_s
+        await asyncio.sleep(0.001)
+        assert group.last_sync_s == ended
+
+
 async def test_a_replica_that_fails_two_syncs_in_a_row_is_restarted():
     unfit = []
 

@@ -12,6 +12,7 @@ import pytest
 import asyncrl.cli.ledger
 from asyncrl.cli.main import main
 from asyncrl.config.load import ConfigError, load_config
+from asyncrl.disk.files import write_whole
 from asyncrl.observability.efficiency import RECENT_STEPS, EfficiencyTracker
 from asyncrl.rollouter.limiter import InFlightLimiter
 from asyncrl.run.driver_epoch import DriverEpoch
@@ -26,6 +27,11 @@ class World:
 
     def __init__(self, *names, room=4):
         self.replica_names, self.room = list(names), room
+        self.dying = set()
+
+    @property
+    def serving(self):
+        return set(self.replica_names) - self.dying
 
     async def started(self):
         pass
@@ -96,6 +102,16 @@ async def test_each_shard_keeps_a_replica(folder, config):
     assert world.replica_names == ["replica/0", "replica/3"]
 
 
+async def test_a_replica_that_does_not_serve_leaves_first(folder, config):
+    world = World("replica/0", "replica/1", "replica/2")
+    world.dying = {"replica/0"}
+    assert await scale(world, config(), folder, 1) == [
+        "removing replica/0",
+        "removing replica/2",
+        "the run has 1 replica",
+    ]
+
+
 async def test_what_cannot_be_scaled_is_refused_in_one_line(folder, config, tmp_path):
     world = World("replica/0")
     assert await scale(world, config(), folder, 0, 9) == [
@@ -116,6 +132,32 @@ def test_a_run_that_ends_before_it_answers_says_so(folder):
     threading.Timer(0.7, DriverEpoch(folder, 1).end).start()
     with pytest.raises(NotScaled, match="the run ended before it had 2 replicas"):
         list(ask(folder, 2))
+
+
+def test_a_request_that_a_starting_driver_removes_is_not_waited_for(folder):
+    threading.Timer(0.7, lambda: [path.unlink() for path in (folder / "scaling").glob("*.json")]).start()
+    with pytest.raises(NotScaled, match="its driver was just starting"):
+        list(ask(folder, 2))
+
+
+def test_a_request_that_cannot_be_written_is_refused(folder):
+    (folder / "scaling").touch()  # root may write everywhere else
+    with pytest.raises(NotScaled, match="the request cannot be written"):
+        list(ask(folder, 2))
+
+
+async def test_an_answer_that_cannot_be_written_ends_neither_the_run_nor_the_wait(folder, config, monkeypatch, caplog):
+    def full(path, content):
+        if path.name.endswith(".answer.json"):
+            raise OSError(28, "No space left on device")
+        write_whole(path, content)
+
+    monkeypatch.setattr("asyncrl.run.scaling.write_whole", full)
+    world = World("replica/0")
+    [line] = await scale(world, config(), folder, 2)
+    assert line.endswith("its driver was just starting, or could not answer; see its log, and ask again")
+    assert "No space left on device" in caplog.text
+    assert world.replica_names == ["replica/0", "replica/1"]
 
 
 @pytest.mark.parametrize("arguments", [["replicas=0"], ["replicas=many"], ["12"], []])

@@ -42,7 +42,7 @@ class ParameterSyncCoordinator:
         self._joined = asyncio.Event()
         self._one_session = asyncio.Lock()
         self._evicted: set[str] = set()  # in the last session, and still in the fleet
-        self.last_sync_s = now_s()
+        self._last_sync_s = now_s()
         self.fleet = Fleet()
         for name, session in replicas.items():
             self.fleet.add(name, session)
@@ -95,6 +95,11 @@ class ParameterSyncCoordinator:
         async with self._one_session:
             await self.leave(name)
 
+    @property
+    def last_sync_s(self) -> float:
+        """When the last session ended; now, while one is under way."""
+        return now_s() if self._one_session.locked() else self._last_sync_s
+
     def routable(self) -> list[str]:
         return sorted(self.fleet.routable)
 
@@ -111,7 +116,7 @@ class ParameterSyncCoordinator:
             try:
                 report = await session.run(version)
             finally:
-                self.last_sync_s = now_s()
+                self._last_sync_s = now_s()
                 await self._report_routable()
         for error in report.evicted.values():
             log.warning("evicted until the next sync: %s", error)

@@ -226,7 +226,7 @@ class Cluster:
         client: Any = replica
         if not through.alive:
             return client
-        with contextlib.suppress(ActorDied, TimeoutError):  # a dead relay is left out
+        with contextlib.suppress(ActorDied, RayError, TimeoutError):  # left out if it is dead, or its machine is
             if relay.name not in self._processes:
                 await asyncio.wait_for(self._locate(relay), RELAY_START_S)
             target = await asyncio.wait_for(relay.register(replica.name, replica.handle), RELAY_START_S)

@@ -105,6 +105,9 @@ class Placement:
         """Reserve a bundle for each. They come beside the others where the transport of weights or the pool's strategy
         demands it, else on any machine. Raises PlacementError if they do not all fit within ``placement_timeout_s``."""
         config, vacant = self.config, self._vacant[: len(names)]
+        del self._vacant[: len(vacant)]
+        for name, (group, index, address) in zip(names, vacant):  # at once: replicas may leave meanwhile
+            self._bundles[name], self.machines[name] = (group, index), address
         if new := names[len(vacant) :]:
             pool = replace(self._pools[1], actors=tuple(new))
             near = self.on_one_machine or not across_machines(config.param_sync.transport)
@@ -114,12 +117,11 @@ class Placement:
                 machines = await self._placed(group, pool, time.monotonic() + config.ray.placement_timeout_s)
             except BaseException:
                 self._release(group)
+                for name in names[: len(vacant)]:
+                    self.remove_replica(name)
                 raise
             self.machines |= machines
             self._bundles |= {name: (group, i) for i, name in enumerate(new)}
-        del self._vacant[: len(vacant)]
-        for name, (group, index, address) in zip(names, vacant):
-            self._bundles[name], self.machines[name] = (group, index), address
 
     def remove_replica(self, name: str) -> None:
         """Its resources are free once no other replica is left of those that were added with it; until then the next

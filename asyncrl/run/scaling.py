@@ -15,7 +15,7 @@ import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -48,6 +48,9 @@ class Answer:
 
 
 class ScaledSupervisor(Protocol):
+    @property
+    def serving(self) -> Collection[str]: ...
+
     async def started(self) -> None: ...
     async def add_replicas(self, names: Sequence[str]) -> None: ...
     async def remove_replica(self, name: str) -> None: ...
@@ -70,10 +73,10 @@ class Scaling:
     ) -> None:
         self._config, self._folder = config, run / FOLDER
         self._cluster, self._supervisor, self._efficiency = cluster, supervisor, efficiency
+        self._served: set[Path] = set()  # requests
 
     async def run(self) -> None:
-        for left in self._folder.glob("*.json"):  # to an earlier driver
-            left.unlink(missing_ok=True)
+        self._begin()
         await self._supervisor.started()
         while True:
             await asyncio.sleep(POLL_S)
@@ -82,17 +85,26 @@ class Scaling:
             if (advised := self._advised()) is not None:
                 await self._autoscale(advised)
 
+    def _begin(self) -> None:
+        """Make the folder, and remove requests to an earlier driver."""
+        with _logged("make the folder of requests"):
+            make_folder(self._folder)
+            self._served.update(self._folder.glob("*.json"))
+            for left in self._served:
+                left.unlink(missing_ok=True)
+
     def _requests(self) -> list[Path]:
-        """Those without an answer, in order."""
+        """New ones, in order."""
         found = []
         for path in self._folder.glob("*.json"):
-            if not path.name.endswith(".answer.json") and not _answer_of(path).exists():
+            if not path.name.endswith(".answer.json") and path not in self._served:
                 with contextlib.suppress(FileNotFoundError):  # who asked has given up
                     found.append((path.stat().st_mtime_ns, path))
         return [path for _, path in sorted(found)]
 
     async def _serve(self, request: Path) -> None:
         answer = Answer()
+        self._served.add(request)
 
         async def say(line: str) -> None:
             log.info("scale: %s", line)
@@ -133,7 +145,8 @@ class Scaling:
                 await self._supervisor.add_replicas(join)
             except (PlacementError, NotStarted) as e:
                 raise NotScaled(str(e)) from None
-        for name in _dispensable(now, self._config.rollout)[: max(0, len(now) - replicas)]:
+        leaving = _dispensable(now, self._config.rollout, self._supervisor.serving)
+        for name in leaving[: max(0, len(now) - replicas)]:
             await say(f"removing {name}")
             await self._supervisor.remove_replica(name)
         new = ", and new ones serve after their first sync" if join else ""
@@ -157,9 +170,12 @@ def ask(run: Path, replicas: int) -> Iterator[str]:
     driver = DriverWatch(run)
     if not driver.lives():
         raise NotScaled(f"{run}: no driver runs it now; start or resume the run with rollout.replicas={replicas}")
-    make_folder(run / FOLDER)
     request = run / FOLDER / f"{uuid.uuid4().hex}.json"
-    write_whole(request, json.dumps({"replicas": replicas}))
+    try:
+        make_folder(run / FOLDER)
+        write_whole(request, json.dumps({"replicas": replicas}))
+    except OSError as e:
+        raise NotScaled(f"{run / FOLDER}: the request cannot be written ({e}); ask as the user who runs it") from None
     told, answer = 0, Answer()
     try:
         while not answer.done:
@@ -170,10 +186,15 @@ def ask(run: Path, replicas: int) -> Iterator[str]:
             if not answer.done:
                 if not alive:
                     raise NotScaled(f"{run}: the run ended before it had {_count(replicas)}")
+                if not request.exists():
+                    raise NotScaled(
+                        f"{run}: its driver was just starting, or could not answer; see its log, and ask again"
+                    )
                 time.sleep(POLL_S)
     finally:
         for path in (request, _answer_of(request)):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
     if answer.error:
         raise NotScaled(answer.error)
 
@@ -186,13 +207,16 @@ def _free_names(used: Sequence[str]) -> Iterator[str]:
         number += 1
 
 
-def _dispensable(replicas: Sequence[str], config: RolloutConfig) -> list[str]:
-    """Those that may leave, in this order: the newest one of the shard that has the most, but the last of none."""
+def _dispensable(replicas: Sequence[str], config: RolloutConfig, serving: Collection[str]) -> list[str]:
+    """Those that may leave, in this order: of the shard that has the most, the newest one that does not serve, then the
+    newest; but the last of none."""
     of_shards, found = defaultdict(list), list[str]()
     for age, name in enumerate(replicas):
-        of_shards[shard_of(name, config)].append((age, name))
+        of_shards[shard_of(name, config)].append((name not in serving, age, name))
+    for shard in of_shards.values():
+        shard.sort()
     while len(most := max(of_shards.values(), key=lambda shard: (len(shard), shard[-1]))) > 1:
-        found.append(most.pop()[1])
+        found.append(most.pop()[2])
     return found
 
 
@@ -217,7 +241,21 @@ def _answer_of(request: Path) -> Path:
 
 
 def _write(request: Path, answer: Answer) -> None:
-    write_whole(_answer_of(request), json.dumps(asdict(answer)))
+    with _logged(f"answer {request.name}"):
+        try:
+            write_whole(_answer_of(request), json.dumps(asdict(answer)))
+        except OSError:
+            request.unlink(missing_ok=True)  # so that nobody waits for the answer
+            raise
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """A disk that is full, or a folder of another user, ends no run."""
+    try:
+        yield
+    except OSError as e:
+        log.warning("scale: cannot %s: %s", what, e)
 
 
 def _read(request: Path) -> Answer:

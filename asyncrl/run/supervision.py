@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from asyncrl.config.schema import SupervisionConfig
@@ -94,8 +94,10 @@ class SupervisedCluster(Protocol):
 class ReplicaMembership(Protocol):
     """The parameter-sync group's membership: replicas leave when they die and join when they have restarted."""
 
-    last_sync_s: float
     fleet: Any
+
+    @property
+    def last_sync_s(self) -> float: ...
 
     def routable(self) -> list[str]: ...
     async def leave(self, name: str) -> None: ...
@@ -192,6 +194,11 @@ class Supervisor:
                     why = str(e) if isinstance(e, ActorDied) else None
                 if why is None:
                     raise
+
+    @property
+    def serving(self) -> Collection[str]:
+        """Replicas that have joined and live."""
+        return self._serving
 
     async def _pause(self, name: str, why: str) -> None:
         """Log the restart of ``name`` and wait for its back-off. Raises DiedTooOften."""
