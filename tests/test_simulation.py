@@ -97,6 +97,17 @@ def test_what_would_wait_for_ever_raises():
         run_virtually(lambda: asyncio.Event().wait())
 
 
+def test_timers_are_due_after_any_time():
+    """From half a year on, a float's steps are larger than a nanosecond."""
+
+    async def work():
+        await asyncio.sleep(2**25)
+        await asyncio.sleep(0.001)
+        return clock.now_s()
+
+    assert run_virtually(work) == pytest.approx(2**25)
+
+
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +290,50 @@ def test_replicas_that_die_cost_time_and_no_group(shards):
 def test_a_run_whose_replica_dies_too_often_would_fail():
     with pytest.raises(ConfigError, match=r"the run would fail: replica/0 died: .*max_restarts is 0"):
         simulate(config("supervision.max_restarts=0"), profile(100), deaths=Deaths(after_s=5, start_s=5))
+
+
+def test_a_replica_that_takes_too_long_to_start_would_fail():
+    with pytest.raises(ConfigError, match=r"the run would fail: replica/0 did not start within 50 s"):
+        simulate(
+            config("supervision.start_s=50", "supervision.max_restarts=1"),
+            profile(100),
+            deaths=Deaths(after_s=5, start_s=100),
+        )
+
+
+def test_a_run_whose_syncs_fail_would_stand_still():
+    """A request of 400 s outlives the pause that waits for it, so every replica is evicted, and none comes back."""
+    waits = "async_training.staleness_threshold=1", "async_training.partial_rollout=false"
+    long = profile(20_000, 20_000, 20)
+    with pytest.raises(ConfigError, match="the run would fail: nothing was generated or trained for 24 hours"):
+        simulate(
+            config(
+                *waits,
+                "param_sync.deadlines.pause_s=5",
+                "rollout.max_response_tokens=20000",
+                "rollout.engine.max_context_tokens=20100",
+            ),
+            long,
+        )
+
+
+def test_a_run_that_goes_on_generates_for_later_steps():
+    """Bound by training: until its last steps, a run generates as many samples as it trains."""
+    of = profile(100, trainer=replace(TRAINER, token_s=5e-3))
+    options = config("async_training.staleness_threshold=2", "rollout.replicas=4")
+    ends, goes_on = (simulate(options, of, goes_on=goes_on).figures() for goes_on in (False, True))
+    assert goes_on["tokens_per_s"] == pytest.approx(100 * goes_on["samples_per_s"], rel=0.02)
+    assert ends["tokens_per_s"] < 0.8 * goes_on["tokens_per_s"]
+    assert ends["step_s"] == pytest.approx(goes_on["step_s"], rel=0.02)
+
+
+def test_the_time_of_a_sync_is_that_of_a_session():
+    once, seldom = (
+        simulate(config(f"async_training.trigger_parameter_sync_step={steps}"), profile(20)).figures()["sync_s"]
+        for steps in (1, 4)
+    )
+    assert seldom == pytest.approx(once, rel=0.05)
+    assert once > 0
 
 
 def test_an_error_of_an_engines_model_is_none_of_an_engine():

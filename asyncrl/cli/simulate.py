@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", required=True, help="YAML file of options, see configs/")
     parser.add_argument("--profile", type=Path, required=True, help="profile.json of a finished run")
-    parser.add_argument("--steps", type=int, default=12, help="train steps to simulate (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="train steps to simulate, of a run that goes on (default: %(default)s)"
+    )
     parser.add_argument("--death-every-h", type=float, help="hours that a replica lives on average (default: for ever)")
     parser.add_argument("--restart-s", type=float, help="with --death-every-h: seconds until its successor has started")
     parser.add_argument("--sweep", nargs="+", metavar="key.path=values", help="a,b,c or low..high of each option")
@@ -72,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--steps: expected at least 3, since the first two begin with empty pools; found {args.steps}")
     if args.gpus is not None and not args.sweep:
         parser.error("--gpus: expected with --sweep")
+    if args.sweep and not args.out.absolute().parent.is_dir():
+        parser.error(f"--out: expected a file in a folder that exists, found {args.out}")
     if (args.death_every_h is None) != (args.restart_s is None):
         parser.error("--death-every-h and --restart-s: expected both or neither")
     if args.death_every_h is not None and not (0 < args.death_every_h < math.inf and 0 <= args.restart_s < math.inf):
@@ -91,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config, profile = make([]), Profile.read(args.profile)
         collect_rarely()
-        simulation = None if args.sweep else simulate(config, profile, deaths=deaths)
+        simulation = None if args.sweep else simulate(config, profile, deaths=deaths, goes_on=True)
     except ConfigError as e:
         for problem in e.problems:
             print(f"config: {problem}", file=sys.stderr)
@@ -138,8 +142,13 @@ def _sweep(
         print(f"no combination can be simulated: {found[0].refused}", file=sys.stderr)
         return 2
     title = f"What if: {', '.join(name for name in swept[0])}"
-    args.out.write_text(sweep_page(found, title, f"{args.config} with the figures of {args.profile}"), encoding="utf-8")
-    print(f"best: {chosen}: {chosen.advice}\npage: {args.out}")
+    print(f"best: {chosen}: {chosen.advice}")
+    drawn = sweep_page(found, title, f"{args.config} with the figures of {args.profile}")
+    try:
+        args.out.write_text(drawn, encoding="utf-8")
+        print(f"page: {args.out}")
+    except OSError as e:
+        print(f"--out: the page cannot be written: {e}", file=sys.stderr)
     rows = [{**one.options, **(_rounded(one.figures) or {"refused": one.refused})} for one in found]
     print(json.dumps({"best": {**chosen.options, **_rounded(chosen.figures)}, "combinations": rows}))
     return 0

@@ -65,6 +65,9 @@ class MortalCluster:
     def draining(self) -> Sequence[str]:
         return ()
 
+    def silent(self, name: str) -> str:
+        return name
+
     async def end(self, name: str, why: str) -> None:
         self.replicas[name].end()
 

@@ -72,7 +72,7 @@ class Simulation:
         """Means over the steps after the first ones. ``step_s``: seconds of a step; the idle ratios: shares of the time
         in which a pool had no work; ``ideal_step_s``: a step of pools that never wait, and ``fraction_of_ideal``."""
         counted, seconds = self._counted, self._passed("at_s")
-        mean = lambda name: statistics.fmean(step.metrics.get(name, 0.0) for step in counted)
+        mean = lambda name: statistics.fmean([step.metrics[name] for step in counted if name in step.metrics] or [0.0])
         trainer, rollout = self._passed("trainer_busy_s") / seconds, self._passed("rollout_busy_s") / seconds
         step_s, busy = seconds / len(counted), max(trainer, rollout)
         return {
@@ -127,13 +127,15 @@ def simulate(
     cpu_s: Callable[[], float] = time.process_time,
     deaths: Deaths | None = None,
     prompts: int = 8192,
+    goes_on: bool = False,
 ) -> Simulation:
     """Train ``trainer.total_steps`` steps of ``config`` in virtual time. Equal arguments give an equal run. ``cpu_s``:
-    the clock of `Step.cpu_s`; ``deaths``: of replicas; ``prompts``: of each of endless epochs.
+    the clock of `Step.cpu_s`; ``deaths``: of replicas; ``prompts``: of each of endless epochs. ``goes_on``: the steps
+    are the first ones of a longer run, so that figures do not contain the end of generation.
 
     Validation, agents' processes, sandboxes and reward workers are left out: agents wait, and rewards take, as long as
-    the profile says. Raises ConfigError if all groups would be dropped or a replica dies too often, the errors of the
-    control plane, and `Stuck` if it would wait for ever."""
+    the profile says. Raises ConfigError if all groups would be dropped, a replica dies too often, or the run would wait
+    for ever; and the errors of the control plane."""
     if config.trainer.total_steps < 3:
         raise ValueError(f"trainer.total_steps: expected at least 3 to simulate, found {config.trainer.total_steps}")
     profile.check(
@@ -143,11 +145,13 @@ def simulate(
     )
     with tempfile.TemporaryDirectory(prefix="asyncrl-simulation-") as folder:
         try:
-            seen = run_virtually(lambda: _run(config, profile, engine, ranks, cpu_s, Path(folder), deaths, prompts))
+            seen = run_virtually(
+                lambda: _run(config, profile, engine, ranks, cpu_s, Path(folder), deaths, prompts, goes_on)
+            )
         except Exception as e:
             if isinstance(leaf := first_leaf(e), NothingToTrain):
                 raise ConfigError([f"with the rewards of the profile nothing would be trained: {leaf}"]) from None
-            if isinstance(leaf, DiedTooOften):
+            if isinstance(leaf, DiedTooOften | Stuck):
                 raise ConfigError([f"the run would fail: {leaf}"]) from None
             raise
     samples = derive(config).groups_per_step * config.rollout.n
@@ -163,9 +167,11 @@ async def _run(
     folder: Path,
     deaths: Deaths | None,
     count: int,
+    goes_on: bool,
 ) -> _Observer:
     derived, recorder, rollout = derive(config), Recorder("simulation"), config.rollout
-    admission = Admission(derived.groups_per_version, derived.staleness_threshold, derived.total_groups)
+    later = (derived.staleness_bound + 1) * derived.groups_per_version if goes_on else 0
+    admission = Admission(derived.groups_per_version, derived.staleness_threshold, derived.total_groups + later)
     options = config.async_training
     queue = SampleQueue(
         admission,
@@ -221,11 +227,11 @@ async def _run(
         begun.set()
         await trainer.run()
 
-    beside = [shard.run(begun) for shard in shards]
+    beside = [*(shard.run(begun) for shard in shards), observer.watch()]
     if cluster is not None:
         supervision = config.supervision
         supervisor = Supervisor(supervision, RestartPolicy(supervision), cluster, sync, recorder)  # type: ignore[arg-type]
-        beside += [supervisor.run(), observer.watch()]
+        beside.append(supervisor.run())
     await together(train(), beside)
     if cluster is not None:
         observer.deaths = cluster.count
@@ -272,7 +278,7 @@ class _Observer:
     async def on_end(self, progress: Progress, queue: Mapping[str, float]) -> None: ...
 
     async def watch(self) -> None:
-        """Raises Stuck. A supervisor always has a timer, so the loop does not notice."""
+        """Raises Stuck. Some task always has a timer, so the loop does not notice."""
         before = None
         while before != (now := (len(self.steps), sum(engine.busy_s for engine in self._engines.values()))):
             before = now

@@ -83,7 +83,7 @@ def sweep(
                     raise ConfigError([f"the replicas need {replicas} GPUs, which leaves none of {gpus} to train"])
                 ranks = gpus - replicas
                 config = make([*overrides, f"trainer.ranks={ranks}"])
-            run = simulate(config, profile, deaths=deaths)
+            run = simulate(config, profile, deaths=deaths, goes_on=True)
         except (ConfigError, ProfileError) as e:
             yield Combination(options, refused=str(e).splitlines()[0])
         else:

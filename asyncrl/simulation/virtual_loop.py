@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 from asyncrl.observability.telemetry import clock
 
 T = TypeVar("T")
+
+_RESOLUTION_S = 1e-9
 
 
 class Stuck(RuntimeError):
@@ -22,7 +25,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._now_s = 0.0
         super().__init__(_Jump(self._pass))
-        self._clock_resolution = 1e-9  # asyncio runs timers that are due within it
+        self._clock_resolution = _RESOLUTION_S  # asyncio runs timers that are due within it
 
     def time(self) -> float:
         return self._now_s
@@ -37,6 +40,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _pass(self, seconds: float) -> None:
         self._now_s += seconds
+        self._clock_resolution = max(_RESOLUTION_S, 2 * math.ulp(self._now_s))
 
 
 class _Jump(selectors.SelectSelector):
