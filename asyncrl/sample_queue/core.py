@@ -215,6 +215,7 @@ class SampleQueue:
         decoded = [(Group.from_buffer(buffer), buffer) for buffer in groups]
         expected = self._in_flight("put", [group.uid for group, _ in decoded])
         refusals: list[Refusal] = []
+        finished: list[GroupRecord] = []
         for group, buffer in decoded:
             if group.uid not in expected:
                 continue
@@ -226,8 +227,9 @@ class SampleQueue:
             else:
                 self._table.finish(group, buffer)
                 self._payloads[group.uid] = buffer
-        if self._schedule.masks:  # tokens may have become too old while the group was in flight
-            self._drop_overdue()
+                finished.append(self._table.open[group.uid])
+        # tokens may have become too old while the group was in flight
+        self._drop_overdue([group for group in finished if self._schedule.all_masked(group)])
         await self._commit()
         return refusals
 
@@ -359,7 +361,7 @@ class SampleQueue:
                 else:
                     trained = self._table.trained
             self._versions.publish(version, trained, rolling)
-            self._drop_overdue()
+            self._drop_overdue(self._schedule.overdue())
         await self._commit()
         return self.balance()
 
@@ -495,9 +497,8 @@ class SampleQueue:
         self._table.drop(group.uid, POISON)
         return Refusal(group.uid, reason, None)
 
-    def _drop_overdue(self) -> None:
-        late = self._schedule.overdue()
-        for group in late:
+    def _drop_overdue(self, groups: Sequence[GroupRecord]) -> None:
+        for group in groups:
             if group.state == IN_FLIGHT:
                 self._to_cancel[self._shard_of(group)].append(group.uid)
             self._table.drop(group.uid, OVERDUE)

@@ -115,10 +115,9 @@ class Schedule:
         """Unleased groups that can no longer be trained in time."""
         if (current := self._versions.current) is None:
             return []
+        if self._overdue == "mask":
+            return self.in_training_order(filter(self.all_masked, self._table.waiting()))
         waiting = self.in_training_order(self._table.waiting())
-        if self._overdue == "mask":  # groups without a token that is young enough
-            oldest = current.number - self._admission.bound
-            return [group for group in waiting if group.newest is not None and group.newest.number < oldest]
         if self._overdue == "drop" and self._order == "ready_first":
             return [group for group in waiting if self._deadline(group) < current.number]
         late = []
@@ -127,9 +126,10 @@ class Schedule:
             late.append(waiting.pop(found[0]))  # the groups behind it move up
         return late
 
-    @property
-    def masks(self) -> bool:
-        return self._overdue == "mask"
+    def all_masked(self, group: GroupRecord) -> bool:
+        """True if the group is finished, and all of its tokens are too old to be trained."""
+        oldest = self.mask_before()
+        return oldest is not None and group.newest is not None and group.newest.number < oldest
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
