@@ -12,6 +12,7 @@ from asyncrl.sandbox.base import WORKDIR, Execution, Sandbox, SandboxFailed
 
 _ANSWER_S = 30.0  # beyond the time of the call itself
 _CREATE_S = 660.0  # a host may have none to give for a while
+_WAITING = 64  # connections
 
 
 class SandboxClient:
@@ -19,30 +20,28 @@ class SandboxClient:
 
     def __init__(self, url: str, token: str) -> None:
         self._url, self._token = url, token
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether its calls wait for a sandbox
 
     async def create(self) -> Sandbox:
         """Raises SandboxFailed."""
-        made = await self.call("POST", "/v1/sandboxes", _CREATE_S)
+        made = await self.call("POST", "/v1/sandboxes", _CREATE_S, waits=True)
         return _RemoteSandbox(self, f"/v1/sandboxes/{made['id']}")
 
     async def health(self) -> Mapping[str, str]:
         return await self.call("GET", "/v1/health", 0.0)
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        for session in self._sessions.values():
+            await session.close()
 
-    async def call(self, method: str, path: str, limit_s: float, **options: Any) -> Any:
-        """Result of a request: JSON, or bytes; None without any. Raises SandboxFailed."""
-        if self._session is None:
-            connector = aiohttp.UnixConnector(self._url.removeprefix("unix:")) if self._on_unix else None
-            headers = {"Authorization": f"Bearer {self._token}"}
-            self._session = aiohttp.ClientSession(connector=connector, headers=headers)
+    async def call(self, method: str, path: str, limit_s: float, waits: bool = False, **options: Any) -> Any:
+        """Result of a request: JSON, or bytes; None without any. ``waits``: for a free sandbox. Raises
+        SandboxFailed."""
+        session = self._sessions.get(waits) or self._open(waits)
         base = "http://sandboxes" if self._on_unix else self._url.rstrip("/")
         limit = aiohttp.ClientTimeout(total=limit_s + _ANSWER_S)
         try:
-            async with self._session.request(method, base + path, timeout=limit, **options) as response:
+            async with session.request(method, base + path, timeout=limit, **options) as response:
                 if response.status >= 400:
                     raise _failure(await response.text())
                 if response.content_type == "application/json":
@@ -52,6 +51,14 @@ class SandboxClient:
             raise SandboxFailed("timeout", f"{self._url} did not answer in {limit_s + _ANSWER_S:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as e:
             raise SandboxFailed("infra", f"{self._url} does not answer: {e}") from None
+
+    def _open(self, waits: bool) -> aiohttp.ClientSession:
+        """Calls that wait have few connections of their own, so that those that free a sandbox always get one."""
+        limit, socket = _WAITING if waits else 0, self._url.removeprefix("unix:")
+        connector = aiohttp.UnixConnector(socket, limit=limit) if self._on_unix else aiohttp.TCPConnector(limit=limit)
+        headers = {"Authorization": f"Bearer {self._token}"}
+        session = self._sessions[waits] = aiohttp.ClientSession(connector=connector, headers=headers)
+        return session
 
     @property
     def _on_unix(self) -> bool:

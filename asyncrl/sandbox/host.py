@@ -31,6 +31,7 @@ from asyncrl.sandbox.pool import SandboxPool
 FORGOTTEN_S = 900.0  # a sandbox without a call for so long is closed: its user has died
 CUT_S = 30.0  # the same where its user has gone away during a call
 MAX_EXEC_S = 3600.0
+_BACKLOG = 4096  # connections that come at once; a Unix socket refuses those beyond it
 _MAX_BODY_BYTES = 2 * MAX_FILE_BYTES
 _STATUS: dict[FailureKind, int] = {"infra": 503, "timeout": 503, "task": 400, "model": 400}
 
@@ -54,7 +55,8 @@ class SandboxHost:
         app.router.add_get("/v1/health", self._health)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()
-        site = web.UnixSite(self._runner, socket) if socket else web.TCPSite(self._runner, host, port)
+        unix = lambda runner: web.UnixSite(runner, socket, backlog=_BACKLOG)
+        site = unix(self._runner) if socket else web.TCPSite(self._runner, host, port)
         await site.start()
         if socket:
             os.chmod(socket, 0o600)

@@ -65,8 +65,7 @@ def _value(node: ast.expr) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    size = max(base.numerator.bit_length(), base.denominator.bit_length()) if isinstance(base, Fraction) else 0
-    if size * abs(exponent) > _MAX_BITS:
+    if _bits(base) * abs(exponent) > _MAX_BITS:
         raise ValueError("the result is too large")
     power = base**exponent
     if isinstance(power, complex):
@@ -75,6 +74,13 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def _small(value: Any) -> Any:
-    if isinstance(value, Fraction) and max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
+    if _bits(value) > _MAX_BITS:
         raise ValueError("the result is too large")
     return value
+
+
+def _bits(value: Any) -> int:
+    """Of an exact number, such as what `round` gives; 0 of a float."""
+    if not isinstance(value, int | Fraction):
+        return 0
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
