@@ -191,12 +191,31 @@ async def test_malformed_bodies_are_refused_and_the_sample_goes_on(model, body, 
 
 async def test_a_prompt_beyond_the_context_is_refused_with_both_figures(model):
     async def agent(task, http):
-        with pytest.raises(Refused, match=r"400.*the prompt has \d+ tokens; expected less than \d+.*max_response"):
+        with pytest.raises(
+            Refused, match=r"400.*prompt is too long: \d+ tokens > \d+ maximum.*max_response"
+        ) as refused:
             await chat(task, http, [{"role": "user", "content": "long " * 100}])
+        assert refused.value.body["error"]["code"] == "context_length_exceeded"
         await chat(task, http, task.messages)  # an agent that compacts its history goes on
 
     async with EndpointSystem(model, agent, counting(), max_response_tokens=50) as system:
         await made(system)
+
+
+async def test_an_agent_whose_process_is_lost_after_a_refusal_begins_again(model):
+    """Only its own end after a refusal is a good one."""
+
+    async def agent(task, http):
+        with pytest.raises(Refused):
+            await chat(task, http, [{"role": "user", "content": "long " * 100}])
+        await chat(task, http, task.messages)
+        if len(system.agents.tasks) == 1:
+            raise AgentFailed("agent_blocked", "another sample blocked its process", retry=True)
+        return 1.0
+
+    async with EndpointSystem(model, agent, counting(), max_response_tokens=50, retries=1) as system:
+        assert (await made(system)).reward == 1.0
+        assert len(system.agents.tasks) == 2
 
 
 async def test_a_limit_of_turns_ends_the_sample_with_what_it_has(model):

@@ -291,6 +291,50 @@ async def test_a_new_rollouter_learns_all_calls_and_the_old_one_has_no_say(model
         assert (again.session, again.reward) == (third_one.session.address, 1.0)
 
 
+async def test_a_new_rollouter_learns_of_equal_calls_in_the_order_in_which_they_began(model):
+    """Its record has them in that order, and each continues with its own tokens."""
+
+    async def agent(task, http):
+        await asyncio.gather(*(chat(task, http, said("again")) for _ in range(2)))
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        old = await Rollouter(system, 5).attach()
+        await old.open()
+        first, second = await old.events(2)
+        await old.answer(second.number, "second")
+        new = await Rollouter(system, 6).attach()
+        await new.open()
+        started, known = await new.events(2)
+        assert isinstance(started, StartedCall)
+        assert isinstance(known, KnownCall)
+        assert (started.number, known.call.number) == (first.number, second.number)
+        await new.answer(first.number, "first")
+        (ended,) = await new.events(1)
+        assert isinstance(ended, EndedSession)
+
+
+async def test_an_answer_that_the_agent_had_given_up_is_not_its_last(model):
+    async def agent(task, http):
+        await chat(task, http, said("wanted"))
+        given_up = asyncio.create_task(chat(task, http, said("not wanted")))
+        await until(lambda: len(asked) == 2)
+        await cancelled([given_up])
+        ends.set()
+
+    asked, ends = [], asyncio.Event()
+    async with EndpointSystem(model, agent, counting()) as system:
+        rollouter = await Rollouter(system, 5).attach()
+        await rollouter.open()
+        for text in ("wanted", "late"):
+            asked += await rollouter.events(1)
+            if text == "late":
+                await ends.wait()
+            await rollouter.answer(asked[-1].number, text)
+        (ended,) = await rollouter.events(1)
+        assert [message["content"] for message in ended.messages] == ["wanted", "wanted"]
+        assert [plan[1] for plan in ended.plan] == [asked[1].number, asked[0].number]
+
+
 async def test_an_opening_ends_only_by_its_own_address(model):
     async def agent(task, http):
         await chat(task, http, task.messages)

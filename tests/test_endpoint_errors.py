@@ -63,7 +63,7 @@ async def test_every_api_refuses_in_its_own_form(model, path):
             assert (kind, "API key" in message) == ("authentication_error", True)
         kind, message = await error(post(task, http, path, body(path, "long " * 100)), 400, path)
         assert kind == "invalid_request_error"
-        assert "tokens; expected less than" in message
+        assert "maximum context length is" in message
         assert "rollout.max_response_tokens = 60" in message
         unknown = body(path, surprise=1)
         kind, message = await error(post(task, http, path, unknown), 400, path)

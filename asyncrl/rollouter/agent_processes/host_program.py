@@ -163,9 +163,16 @@ class _Host:
         except BaseException as e:  # SystemExit would end all samples
             trace = "".join(traceback.format_exception(type(e), e, e.__traceback__))[-MAX_TEXT:]
             infra = bool(getattr(e, "infra", False))
-            reply = {"error": f"{type(e).__name__}: {e}"[:MAX_TEXT], "traceback": trace, "infra": infra}
+            reply = {"error": f"{type(e).__name__}: {_text_of(e)}"[:MAX_TEXT], "traceback": trace, "infra": infra}
         if self._samples.pop(number, None):  # else it was cancelled
             self._replies.write(_line({"id": number, **reply}))
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as e:
+        return f"(its text cannot be shown: {type(e).__name__})"
 
 
 async def _in_thread(work: Callable[[], Any]) -> Any:

@@ -13,11 +13,12 @@ from asyncrl.types.prompts import Message
 
 
 class BadRequest(ValueError):
-    """A call that is refused with status 400: what was expected, what was found. ``param``: the field of its body."""
+    """A call that is refused with status 400: what was expected, what was found. ``param``: the field of its body;
+    ``code``: what OpenAI's APIs call this error, if clients look for it."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,6 @@ class Dialect(Protocol):
         """The server-sent events of a streamed answer, as bytes with their blank lines, the last one included."""
         ...
 
-    def error(self, status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    def error(self, status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
         """The body of an error, in the API's own form."""
         ...

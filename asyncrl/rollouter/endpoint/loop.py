@@ -131,10 +131,12 @@ class _ServedCalls:
             self._ends[call.number] = TokenPath(result.tokens, prompt), prefix
         except LimitReached as e:
             if e.finish is FinishReason.LENGTH:
-                most = self._max_response_tokens + prefix
+                most = self._max_response_tokens + prefix - 1
+                # with what clients look for that shorten a conversation
                 message = (
-                    f"the prompt has {len(prompt)} tokens; expected less than {most}, of which "
-                    f"rollout.max_response_tokens = {self._max_response_tokens} may follow the task's own prompt"
+                    f"prompt is too long: {len(prompt)} tokens > {most} maximum; the maximum context length is {most} "
+                    f"tokens for a prompt: rollout.max_response_tokens = {self._max_response_tokens} may follow the "
+                    "task's own prompt, an answer included"
                 )
                 result = CallError("context", message)
             else:

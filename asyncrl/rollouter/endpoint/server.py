@@ -15,6 +15,7 @@ from asyncrl.rollouter.endpoint.service import Endpoint, UnknownKey
 from asyncrl.rollouter.endpoint.session import AgentSession, CallFailed, SessionEnded, TooManyCalls
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
+IDLE_S = 75.0  # until an idle connection is closed: agents may leave theirs open
 _STATUS: dict[type[Exception], int] = {BadRequest: 400, UnknownKey: 401, SessionEnded: 409, TooManyCalls: 429}
 _STATUS |= {CallFailed: 500}
 
@@ -42,7 +43,7 @@ class EndpointServer:
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._one_model)
         app.router.add_get("/health", self._health)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=IDLE_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self._port)
         await site.start()
@@ -114,18 +115,22 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _error(request, e.status, f"{e.reason}: {request.method} {request.path}")
     except tuple(_STATUS) as e:
         status = next(status for kind, status in _STATUS.items() if isinstance(e, kind))
-        return _error(request, status, str(e), getattr(e, "param", None))
+        return _error(request, status, str(e), getattr(e, "param", None), getattr(e, "code", None))
+    except ConnectionError:
+        return _error(request, 400, "the client has gone")  # while it sent its call
     except Exception as e:
         route = request.match_info.route.resource  # not the path, which may hold a key
         log.exception("endpoint: %s %s failed", request.method, route and route.canonical)
         return _error(request, 500, f"{type(e).__name__}: {e}")
 
 
-def _error(request: web.Request, status: int, message: str, param: str | None = None) -> web.Response:
+def _error(
+    request: web.Request, status: int, message: str, param: str | None = None, code: str | None = None
+) -> web.Response:
     called = (dialect for path, dialect in DIALECTS.items() if request.path.endswith(path))
     dialect = next(called, next(iter(DIALECTS.values())))
     headers = {} if status == 429 else {"x-should-retry": "false"}  # which the openai and anthropic clients honour
-    return web.json_response(dialect.error(status, message, param), status=status, headers=headers)
+    return web.json_response(dialect.error(status, message, param, code), status=status, headers=headers)
 
 
 def _object(body: bytes) -> dict[str, object]:

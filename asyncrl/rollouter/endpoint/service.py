@@ -189,8 +189,10 @@ class Endpoint:
             else:
                 try:
                     outcome = running.result()
-                except AgentFailed:
-                    if not (session.refused_for_length and session.turns.all):
+                except AgentFailed as e:
+                    # its own end, of which a command's exit status says no more
+                    own = not e.retry or bool(self._config.command)
+                    if not (own and session.refused_for_length and session.turns.all):
                         raise
             await cancelled([running])
             await session.settle()

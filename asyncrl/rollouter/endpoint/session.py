@@ -122,7 +122,7 @@ class AgentSession:
         if isinstance(result, CallError):
             if result.kind == "context":
                 self.refused_for_length = True
-                raise BadRequest(result.message, "messages")
+                raise BadRequest(result.message, "messages", "context_length_exceeded")
             raise (SessionEnded if result.kind == "limit" else CallFailed)(result.message)
         return pending
 
@@ -254,10 +254,11 @@ class AgentSession:
     def reopen(self, start: link.Session) -> None:
         """Tell a new rollouter all that it must know."""
         self.start = start
-        for turn in self.turns.all:
-            self._emit(KnownCall(self._started(turn), turn.completion))
-        for pending in self._pending.values():
-            self._emit(self._started(pending))
+        # as they began, so that each of several equal ones gets its own record
+        calls: list[PendingCall | Turn] = [*self.turns.all, *self._pending.values()]
+        for call in sorted(calls, key=lambda call: call.number):
+            started = self._started(call)
+            self._emit(KnownCall(started, call.completion) if isinstance(call, Turn) else started)
         if self.ended is not None:
             self.ended = replace(self.ended, session=start.address)
             self._emit(self.ended)
@@ -296,8 +297,9 @@ class AgentSession:
         ):
             if count := sum(len(turn.answer.tokens) for turn in left_out):
                 self._recorder.count(f"rollout/agent/untrained_tokens/{reason}", count)
-        last = turns.all[-1]
-        self._ended(EndedSession(self.start.address, turns.sequences(), reward, metrics, last.conversation(), finish))
+        last = turns.last(delivered=finish is None)
+        messages = [] if last is None else last.conversation()
+        self._ended(EndedSession(self.start.address, turns.sequences(last), reward, metrics, messages, finish))
 
     def fail(self, reason: str, message: str) -> None:
         self._ended(EndedSession(self.start.address, failure=(reason, message)))

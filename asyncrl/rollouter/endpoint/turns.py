@@ -170,13 +170,18 @@ class Turns:
         """Answers that never reached their client, which made the call again and went on with that answer."""
         return [turn for turn in self.all if turn.repeated and not (turn.delivered or turn.children)]
 
-    def sequences(self) -> list[SequencePlan]:
-        """In an order that does not depend on timing, except that the one with the last answer comes last."""
+    def last(self, delivered: bool) -> Turn | None:
+        """The last answer; with ``delivered`` of those that the agent has got, if there are any: others that it had
+        given up may have come later."""
         phantoms = {id(turn) for turn in self.phantoms()}
         kept = [turn for turn in self.all if id(turn) not in phantoms]
-        if not kept:
-            return []
-        last = kept[-1]
+        got = [turn for turn in kept if turn.delivered] if delivered else []
+        return next(reversed(got or kept), None)
+
+    def sequences(self, last: Turn | None) -> list[SequencePlan]:
+        """In an order that does not depend on timing, except that the one with the ``last`` answer comes last."""
+        phantoms = {id(turn) for turn in self.phantoms()}
+        kept = [turn for turn in self.all if id(turn) not in phantoms]
         leaves = [turn for turn in kept if not any(id(child) not in phantoms for child in turn.children)]
         leaves.sort(key=lambda leaf: (last in _path(leaf), [_place(turn) for turn in _path(leaf)]))
         return [_parts(_path(leaf)) for leaf in leaves]

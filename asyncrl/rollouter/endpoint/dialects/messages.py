@@ -41,7 +41,7 @@ ERRORS = {
 }
 
 
-def error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+def error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 

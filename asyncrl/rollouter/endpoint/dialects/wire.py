@@ -63,7 +63,7 @@ def openai_stream(
     yield b"data: [DONE]\n\n"
 
 
-def openai_error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+def openai_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
