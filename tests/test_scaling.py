@@ -154,10 +154,17 @@ async def test_an_answer_that_cannot_be_written_ends_neither_the_run_nor_the_wai
 
     monkeypatch.setattr("asyncrl.run.scaling.write_whole", full)
     world = World("replica/0")
-    [line] = await scale(world, config(), folder, 2)
-    assert line.endswith("its driver was just starting, or could not answer; see its log, and ask again")
+    serving = asyncio.create_task(Scaling(config(), folder, world, world, lambda: None).run())
+    await asyncio.sleep(0)
+    with pytest.raises(NotScaled, match="could not answer; see its log, and ask again"):
+        await asyncio.to_thread(lambda: list(ask(folder, 2)))
+    async with asyncio.timeout(60):
+        while world.replica_names != ["replica/0", "replica/1"]:
+            await asyncio.sleep(0.01)
     assert "No space left on device" in caplog.text
-    assert world.replica_names == ["replica/0", "replica/1"]
+    assert not serving.done()
+    serving.cancel()
+    await asyncio.wait([serving])
 
 
 @pytest.mark.parametrize("arguments", [["replicas=0"], ["replicas=many"], ["12"], []])
