@@ -319,6 +319,7 @@ async def test_an_answer_that_the_agent_had_given_up_is_not_its_last(model):
         given_up = asyncio.create_task(chat(task, http, said("not wanted")))
         await until(lambda: len(asked) == 2)
         await cancelled([given_up])
+        await asyncio.sleep(0.05)  # the server learns that the connection is closed
         ends.set()
 
     asked, ends = [], asyncio.Event()
