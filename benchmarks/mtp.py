@@ -229,9 +229,9 @@ def speedups(config: Config, checkpoint: Path, drafted: Sequence[int], rounds: i
     drafts."""
     model, recorder = load_model(checkpoint), Recorder("engine")
     for batch in (1, 8, 32):
-        cores: dict[int | str, Core] = {k: make_core(model, k, recorder, slots=batch) for k in (0, *drafted)}
+        cores: dict[Any, Core] = {k: make_core(model, k, recorder, slots=batch) for k in (0, *drafted)}
         cores[GUARD] = make_core(model, max(drafted), recorder, slots=batch, guard=True)
-        rates: dict[int | str, list[float]] = {k: [] for k in cores}
+        rates: dict[Any, list[float]] = {k: [] for k in cores}
         for number in range(rounds + 1):
             _, requests = Task(config).requests(
                 max(batch // 4, 1) * 4, max(4 // max(batch // 8, 1), 1) if batch > 1 else 2
@@ -244,7 +244,7 @@ def speedups(config: Config, checkpoint: Path, drafted: Sequence[int], rounds: i
                 lengths = engine_metrics(recorder.drain().counters)
                 if k:
                     yield {"batch": batch, "k": k, "length": lengths["rollout/spec_accept_length"]}
-        for k in list(cores)[1:]:
+        for k in (*drafted, GUARD):
             ratio = statistics.median(ours / plain for ours, plain in zip(rates[k], rates[0]))
             yield {"batch": batch, "k": k, "speedup": ratio, "tokens_per_s": statistics.median(rates[k])}
 

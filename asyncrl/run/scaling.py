@@ -176,13 +176,13 @@ def ask(run: Path, replicas: int) -> Iterator[str]:
         write_whole(request, json.dumps({"replicas": replicas}))
     except OSError as e:
         raise NotScaled(f"{run / FOLDER}: the request cannot be written ({e}); ask as the user who runs it") from None
-    told, answer = 0, Answer()
+    shown, answer = 0, Answer()
     try:
         while not answer.done:
             alive = driver.lives()  # asked first, so that its last words are read
             answer = _read(request)
-            yield from answer.lines[told:]
-            told = len(answer.lines)
+            yield from answer.lines[shown:]
+            shown = len(answer.lines)
             if not answer.done:
                 if not alive:
                     raise NotScaled(f"{run}: the run ended before it had {_count(replicas)}")

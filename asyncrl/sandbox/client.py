@@ -12,7 +12,7 @@ from asyncrl.sandbox.base import WORKDIR, Execution, Sandbox, SandboxFailed
 
 _ANSWER_S = 30.0  # beyond the time of the call itself
 _CREATE_S = 660.0  # a host may have none to give for a while
-_WAITING = 64  # connections
+_WAITING = 64  # connections of calls that wait for a sandbox
 
 
 class SandboxClient:

@@ -55,8 +55,9 @@ class SandboxHost:
         app.router.add_get("/v1/health", self._health)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()
-        unix = lambda runner: web.UnixSite(runner, socket, backlog=_BACKLOG)
-        site = unix(self._runner) if socket else web.TCPSite(self._runner, host, port)
+        site: web.BaseSite = web.TCPSite(self._runner, host, port)
+        if socket:
+            site = web.UnixSite(self._runner, socket, backlog=_BACKLOG)
         await site.start()
         if socket:
             os.chmod(socket, 0o600)

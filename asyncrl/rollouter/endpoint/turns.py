@@ -173,18 +173,21 @@ class Turns:
     def last(self, delivered: bool) -> Turn | None:
         """The last answer; with ``delivered`` of those that the agent has got, if there are any: others that it had
         given up may have come later."""
-        phantoms = {id(turn) for turn in self.phantoms()}
-        kept = [turn for turn in self.all if id(turn) not in phantoms]
+        kept = self._kept()
         got = [turn for turn in kept if turn.delivered] if delivered else []
         return next(reversed(got or kept), None)
 
     def sequences(self, last: Turn | None) -> list[SequencePlan]:
         """In an order that does not depend on timing, except that the one with the ``last`` answer comes last."""
-        phantoms = {id(turn) for turn in self.phantoms()}
-        kept = [turn for turn in self.all if id(turn) not in phantoms]
-        leaves = [turn for turn in kept if not any(id(child) not in phantoms for child in turn.children)]
+        kept = self._kept()
+        ids = set(map(id, kept))
+        leaves = [turn for turn in kept if not any(id(child) in ids for child in turn.children)]
         leaves.sort(key=lambda leaf: (last in _path(leaf), [_place(turn) for turn in _path(leaf)]))
         return [_parts(_path(leaf)) for leaf in leaves]
+
+    def _kept(self) -> list[Turn]:
+        phantoms = set(map(id, self.phantoms()))
+        return [turn for turn in self.all if id(turn) not in phantoms]
 
     def _messages(self, call: Call) -> list[Message]:
         assert call.messages is not None
