@@ -428,6 +428,25 @@ def test_a_fit_finds_what_the_observations_determine():
     assert fit.not_told_apart({}) == []
 
 
+def test_a_bounded_coefficient_of_a_fit_is_at_most_the_mean_of_the_other():
+    """What an engine that is always full shows: the same batch at each step, few prompts, and noise."""
+    terms, numbers = ("step_s", "row_s", "prefill_token_s"), np.random.default_rng(0)
+    free, bounded = LinearFit("fit", terms), LinearFit("fit", terms, at_most=("prefill_token_s", "row_s"))
+    recorder, open_ = Recorder("x"), Recorder("x")
+    for _ in range(50):
+        steps, prompts = numbers.integers(10, 30), numbers.integers(0, 60)
+        bounded.observe(recorder, 0.005 * steps + 0.0004 * prompts, steps, 48 * steps, prompts)
+        rows = numbers.integers(1, 48) * steps
+        bounded.observe(open_, 0.002 * steps + 1e-4 * rows + 5e-5 * prompts, steps, rows, prompts)
+    counters = recorder.drain().counters
+    assert free.coefficients(counters)["prefill_token_s"] == pytest.approx(4e-4)
+    found = bounded.coefficients(counters)
+    assert found["prefill_token_s"] == pytest.approx(found["row_s"] + found["step_s"] / 48)
+    assert 5e-3 / 48 < found["prefill_token_s"] < 1.5 * 5e-3 / 48
+    told_apart = {"step_s": 0.002, "row_s": 1e-4, "prefill_token_s": 5e-5}
+    assert bounded.coefficients(open_.drain().counters) == pytest.approx(told_apart)
+
+
 def test_a_fit_has_no_negative_coefficient():
     fit, recorder, numbers = LinearFit("fit", ("a", "b")), Recorder("x"), np.random.default_rng(0)
     for _ in range(50):

@@ -22,10 +22,12 @@ _EQUAL = 1e-9  # relative difference of two losses that rounding may cause
 
 @dataclass(frozen=True)
 class LinearFit:
-    """Coefficients of at least 0. ``terms``: their names."""
+    """Coefficients of at least 0. ``terms``: their names. ``at_most``: (a, b) where a unit of a costs no more than one
+    of b does on average, with all that comes along with it."""
 
     name: str
     terms: tuple[str, ...]
+    at_most: tuple[str, ...] = ()
 
     def observe(self, recorder: Recorder, value: float, *terms: float) -> None:
         for i, a in enumerate(terms):
@@ -36,7 +38,17 @@ class LinearFit:
     def coefficients(self, counters: Mapping[str, float]) -> dict[str, float]:
         """Of the terms that were not always 0. Terms that could not be told apart share what they explain together."""
         present, products, values, scale = self._sums(counters)
-        return {self.terms[i]: float(x) for i, x in zip(present, _least_squares(products, values) / scale, strict=True)}
+        found = _least_squares(products, values)
+        bounded = [present.index(i) for i in map(self.terms.index, self.at_most) if i in present]
+        if len(bounded) == 2:
+            a, b = bounded
+            most = products[b] * scale[a] / scale[b]
+            most[a] = 0.0
+            if found[a] > most @ found:
+                others = np.delete(np.eye(len(found)), a, axis=1)  # [N, N - 1]: what the others explain, and a by them
+                others[a] = most @ others
+                found = others @ _least_squares(others.T @ products @ others, others.T @ values)
+        return {self.terms[i]: float(x) for i, x in zip(present, found / scale, strict=True)}
 
     def not_told_apart(self, counters: Mapping[str, float]) -> list[str]:
         """Terms that were always in proportion to others: only what they explain together is known."""
