@@ -105,6 +105,18 @@ async def test_grammars_of_all_apis_reach_the_engine(model):
         assert system.counted()["untrained_tokens/other_distribution"] == untrained
 
 
+async def test_a_masked_last_answer_is_scored_with_its_sequence(model):
+    async def agent(task, http):
+        thought = await chat(task, http, task.messages)
+        await chat(task, http, [*task.messages, thought, {"role": "user", "content": "go"}], response_format=FORM)
+
+    async with EndpointSystem(model, agent, writing("Sunny.", '{"city": "Bern"}'), untrained="mask") as system:
+        (sample,) = await system.samples()
+        (text,) = sequence_texts(system, sample)
+        assert '{"city": "Bern"}' in text
+        assert trains_only(system, sample, 0)
+
+
 async def test_biases_reach_the_engine_beside_others(model):
     async def agent(task, http):
         await chat(task, http, task.messages)

@@ -103,10 +103,15 @@ class TrajectoryBuilder:
         return child
 
     def sample(
-        self, index: int, finish: FinishReason | None = None, reward: float | None = None, discount: float = 1.0
+        self,
+        index: int,
+        finish: FinishReason | None = None,
+        reward: float | None = None,
+        discount: float = 1.0,
+        whole: bool = False,
     ) -> Sample:
         """The sample of the whole tree. ``finish``: by default of this sequence's last completion. Sequences that would
-        train nothing are left out, and what a sequence only reads after its last completion.
+        train nothing are left out and, unless ``whole``, what a sequence only reads after its last completion.
 
         ``reward``: of the whole sample. If turns were rewarded, it is added to this sequence's last completion (the
         tree's, if this has none), and the sample's is Σ ``discount``ᵏ r over all completions, each of reward r and with
@@ -124,7 +129,7 @@ class TrajectoryBuilder:
             rewards[last] = rewards.get(last, 0.0) + (reward or 0.0)
             reward = sum(discount**k * rewards.get(turn, 0.0) for turn, k in before.items())
         untrained = set(before)
-        sequences = [sequence for builder in tree if (sequence := builder._sequence(untrained, rewards))]
+        sequences = [sequence for builder in tree if (sequence := builder._sequence(untrained, rewards, whole))]
         if finish is None or not sequences:
             raise ValueError("a trajectory without a completion: expected at least one call of generate")
         return Sample(index, sequences, finish, reward, messages=list(self.messages))
@@ -137,11 +142,11 @@ class TrajectoryBuilder:
         """This sequence, then its children's, in the order of their making."""
         return [self, *(builder for child in self._children for builder in child._tree())]
 
-    def _sequence(self, untrained: set[int], rewards: Mapping[int, float]) -> TokenSequence | None:
+    def _sequence(self, untrained: set[int], rewards: Mapping[int, float], whole: bool) -> TokenSequence | None:
         """The sequence, which trains those of its completions that are ``untrained`` (by identity), and removes them
         there; None if it trains nothing."""
         parts = list(self._parts)
-        while parts and not isinstance(parts[-1], Completion):
+        while not whole and parts and not isinstance(parts[-1], Completion):
             parts.pop()
         count = sum(len(part.tokens if isinstance(part, Completion) else part) for part in parts)
         logprobs, mask = np.zeros(count, np.float32), np.zeros(count, bool)

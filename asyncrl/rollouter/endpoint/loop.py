@@ -181,6 +181,7 @@ class _ServedCalls:
         if root is None or last is None:
             raise AgentFailure("nothing_trained", "no answer of the policy is trained: it sampled otherwise for all")
         root.messages.extend(ended.messages)
-        sample = root.sample(index, last if ended.finish is None else ended.finish, ended.reward)
+        finish = last if ended.finish is None else ended.finish
+        sample = root.sample(index, finish, ended.reward, whole=True)  # a masked last answer is scored, too
         sample.metrics = dict(ended.metrics)
         return sample
