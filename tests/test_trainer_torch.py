@@ -657,10 +657,25 @@ def test_each_sampler_is_measured_whatever_its_samples_teach(checkpoint, start_r
     recorder = Recorder("trainer/0")
     rank = start_rank(make_config(checkpoint), recorder)
     metrics = rank.train(0, groups)
-    (span,) = [span for span in recorder.drain().spans if span.name == "trainer/forward_backward"]
-    assert span.args["tokens"] < 0.8 * metrics["trainer/tokens"]
+    spans = [span for span in recorder.drain().spans if span.name == "trainer/forward_backward"]
+    assert sum(span.args["tokens"] for span in spans) < 0.8 * metrics["trainer/tokens"]
     assert metrics["trainer/optimizer_steps"] == 1
     assert len({found.sampler.replica for found in rank.sampler_kl}) == 2
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+def test_weights_do_not_depend_on_who_sampled_what(checkpoint, start_rank, sizes):
+    """A group of equal rewards is computed only where nothing else measures its replica."""
+    mixed, equal = make_groups(sizes=(4, 4), seed=1), make_groups(sizes=(4, 4), seed=2, rewards=1.0)
+    found = []
+    for others in (equal, list(map(of_replica_1, equal))):
+        rank = start_rank(make_config(checkpoint, max_tokens_per_micro_batch=50))
+        metrics = train_in_parts(rank, 0, [mixed[0], others[0], mixed[1], others[1]], *sizes)
+        found.append((len(rank.sampler_kl), metrics["actor/grad_norm"], weights(rank)))
+    (one, norm, before), (two, again, after) = found
+    assert (one, two) == (1, 2)
+    assert norm == again > 0
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 def of_replica_1(data):

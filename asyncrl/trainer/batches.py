@@ -178,16 +178,15 @@ def tokens_of_sequences(batch: TrainBatch, counted: np.ndarray) -> np.ndarray:
     return np.diff(offsets(counted)[batch.row_offsets])
 
 
-def with_advantage_or_sampler(batch: TrainBatch) -> np.ndarray:
-    """bool [B]: sequences with a trained token whose advantage is not 0, and one of each sampler that has no such
-    token."""
+def with_advantage_and_samplers(batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
+    """bool [B] each: sequences with a trained token whose advantage is not 0; and one of each sampler that these have
+    no token of, whose gradient is 0."""
     columns, trained = batch.columns, batch.loss_mask
     found = tokens_of_sequences(batch, trained & (columns["advantages"] != 0)) > 0
     measured = np.unique(columns["sampler"][trained & per_token(batch, found)])
     others = np.flatnonzero(trained & ~np.isin(columns["sampler"], measured))
     first = others[np.unique(columns["sampler"][others], return_index=True)[1]]
-    found[per_token(batch, np.arange(len(batch)))[first]] = True
-    return found
+    return found, np.isin(np.arange(len(batch)), per_token(batch, np.arange(len(batch)))[first])
 
 
 def cut_mini_batches(batch: TrainBatch, mini_batch_groups: int) -> list[np.ndarray]:

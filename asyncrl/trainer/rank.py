@@ -26,7 +26,7 @@ from asyncrl.trainer.batches import (
     samplers,
     shape_rewards,
     tokens_of_sequences,
-    with_advantage_or_sampler,
+    with_advantage_and_samplers,
 )
 from asyncrl.trainer.mismatch import SamplerKL
 from asyncrl.trainer.objective import Objective, Source, effective_sample_size
@@ -123,7 +123,7 @@ class TrainerRank:
             whole = shape_rewards(whole, self._config.algorithm, self._config.rollout.max_response_tokens)
             shares = self._objective.prepare(whole, version, self._versions_per_step)
             total.share += float(shares.sum())
-            found = [whole.select(mine.tolist()) for _, mine in self._dealt(whole)]
+            found = [whole.select(mine.tolist()) for _, parts in self._dealt(whole) for mine in parts]
         loss = self._objective.loss
         for mini_batch in found:  # none if no token is trained
             with self._recorder.span("trainer/logprobs"):
@@ -152,34 +152,41 @@ class TrainerRank:
             whole = shape_rewards(whole, self._config.algorithm, self._config.rollout.max_response_tokens)
         if columns := self._objective.step_scores():
             with self._recorder.span("trainer/logprobs"):
-                mine = np.sort(np.concatenate([np.arange(0), *(part for _, part in self._dealt(whole))]))
+                mine = np.sort(
+                    np.concatenate([np.arange(0), *(mine for _, parts in self._dealt(whole) for mine in parts)])
+                )
                 self._score_step(whole, mine, columns)
         with self._recorder.span("trainer/batch"):
             shares = self._objective.prepare(whole, version, self._versions_per_step)
             mini_batches = [
-                (whole.select(part.tolist()), float(shares[every].sum())) for every, part in self._dealt(whole)
+                ([whole.select(mine.tolist()) for mine in parts], float(shares[every].sum()))
+                for every, parts in self._dealt(whole)
             ]
         with self._recorder.span("trainer/logprobs"):
             columns = self._objective.scores(several_steps=len(mini_batches) * self._config.algorithm.epochs > 1)
-            for mini_batch, _ in mini_batches:
+            for mini_batch in (part for parts, _ in mini_batches for part in parts):
                 mini_batch.columns |= self._scored(mini_batch, columns)
         return metrics | self._optimize(step, mini_batches, samplers(groups))
 
-    def _dealt(self, whole: TrainBatch) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of every mini batch all sequences, and those that this rank trains: indices, ascending.
+    def _dealt(self, whole: TrainBatch) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+        """Of every mini batch all sequences, and those that this rank trains, which it computes one list after the
+        other: indices, ascending.
 
         All ranks hold all groups, so they agree without a collective. Where only the surrogate learns, a sequence
-        without an advantage has no gradient and is left out, once advantages are known. Mini batches without a trained
-        token are skipped: on a zero gradient AdamW would still move by momentum."""
-        parts, trained, backend = [], tokens_of_sequences(whole, whole.loss_mask) > 0, self._backend
+        without an advantage has no gradient and is left out, once advantages are known. Those that only measure a
+        sampler come apart, as timing decides who samples what: the others' micro-batches must not depend on it. Mini
+        batches without a trained token are skipped: on a zero gradient AdamW would still move by momentum."""
+        found, trained, backend = [], tokens_of_sequences(whole, whole.loss_mask) > 0, self._backend
         for every in cut_mini_batches(whole, self._config.trainer.mini_batch_groups):
             sequences = every[trained[every]]  # the others would cost a forward pass and have no gradient
+            parts = [sequences]
             if self._skips_zero_advantages and "advantages" in whole.columns:
-                sequences = sequences[with_advantage_or_sampler(whole.select(sequences.tolist()))]
-            if len(sequences):
-                dealt = deal(whole, sequences, backend.data_ranks, backend.prompts_once)
-                parts.append((every, dealt[backend.data_rank]))
-        return parts
+                chosen = with_advantage_and_samplers(whole.select(sequences.tolist()))
+                parts = [sequences[which] for which in chosen]
+            dealt = [deal(whole, part, backend.data_ranks, backend.prompts_once) for part in parts if len(part)]
+            if dealt:
+                found.append((every, [of_ranks[backend.data_rank] for of_ranks in dealt]))
+        return found
 
     def _score_step(self, whole: TrainBatch, mine: np.ndarray, columns: Mapping[str, Source]) -> None:
         """Add columns to the whole batch, of which this rank scores the sequences ``mine``; 0 in sequences
@@ -197,15 +204,16 @@ class TrainerRank:
         return {column: found[model][output] for column, (model, output) in columns.items()}
 
     def _optimize(
-        self, step: int, mini_batches: list[tuple[TrainBatch, float]], sampled_by: Sequence[Sampler]
+        self, step: int, mini_batches: list[tuple[list[TrainBatch], float]], sampled_by: Sequence[Sampler]
     ) -> dict[str, float]:
         figures: dict[str, list[float]] = defaultdict(list)
         self.sampler_kl = []
         for epoch in range(self._config.algorithm.epochs):
-            for k, (mini_batch, denominator) in enumerate(mini_batches):
+            for k, (parts, denominator) in enumerate(mini_batches):
                 first = not figures
                 loss = with_sampler_kl(self._objective.loss, len(sampled_by)) if first else self._objective.loss
-                self._backend.accumulate(mini_batch, loss, denominator, self._config.rollout.temperature)
+                for p, part in enumerate(parts):
+                    self._backend.accumulate(part, loss, denominator, self._config.rollout.temperature, p == 0)
                 result = self._optimizer_step(step, epoch, k)
                 if first:
                     self.sampler_kl = take_sampler_kl(result, [sampled_by])
