@@ -54,7 +54,7 @@ class Run:
 
     def __init__(self, config, rewards):
         self.rewards, self.step, self.served, self.seq, self.lineage = rewards, 0, None, 0, 0
-        self.config, self.died, self.poison = config, False, None
+        self.config, self.died, self.poison, self.final_step = config, False, None, None
 
     # ranks
     async def train(self, step, payload, mask_before, version, part, parts):
@@ -97,7 +97,10 @@ class Run:
         return Lease((LeasedGroup("g", self.served[0], 0.0, 0.0),)), None
 
     async def trained(self, step): ...
-    async def covered(self, step): ...
+
+    async def covered(self, step):
+        self.final_step = step
+
     async def announce(self, version): ...
     async def publish(self, version, trained=None, rolling=False): ...
 
@@ -152,6 +155,23 @@ async def test_each_checkpoint_is_rated_by_the_validation_of_its_own_weights(tmp
         (step, {"validation/reward": rewards[step]}) for step in (2, 5)
     ]
     assert [(progress.step, when) for progress, _, when in results if when] == [(0, "before"), (5, "after")]
+
+
+async def test_a_finished_run_that_goes_on_has_the_versions_of_one_that_never_ended(tmp_path):
+    """Groups are final up to the checkpoint before the last one, to which the run can still go back."""
+    config = Config()
+    config.trainer.mini_batch_groups = 1
+    config.checkpoint = CheckpointConfig(every_steps=1, export_hf="none")
+    run, store = Run(config, {}), CheckpointStore(tmp_path / "checkpoints", config.checkpoint)
+    run.died = True
+    for total in (3, 5):
+        config.trainer.total_steps = total
+        validation = ValidationSchedule(config, run, store, Recorder("driver"), lambda *result: None)
+        loop = TrainLoop(config, derive(config), run, run, run, run, validation, run, Recorder("driver"), store)
+        await loop.begin(store.newest_intact())
+        progress = await asyncio.wait_for(loop.run(), 60)
+        assert (progress.step, progress.version.number) == (total, total)
+        assert run.final_step == total - 1
 
 
 async def test_ranks_that_die_again_and_again_in_one_step_end_the_run_with_its_groups(tmp_path):

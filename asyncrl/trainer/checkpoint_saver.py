@@ -109,5 +109,5 @@ class CheckpointSaver:
             if last:
                 self._checkpoints.mark_final(checkpoint)
         log.info("checkpoint of step %d written to %s", metadata.step, checkpoint.path)
-        restorable = self._checkpoints.all()[-(1 if last else RESTORABLE) :]
+        restorable = self._checkpoints.all()[-RESTORABLE:]
         await self._queue.covered(min(c.metadata.step for c in restorable))

@@ -236,11 +236,13 @@ class TrainLoop:
         newest = await self._queue.rollback(metadata.step)
         lineage = max(newest.lineage, metadata.version.lineage) + 1 if newest is not None else 0
         of_version = metadata.trained - metadata.trained_at_publish
+        # a run that was to end there would have begun the next version by now
+        goes_on = of_version == self._derived.groups_per_version and metadata.step < self._config.trainer.total_steps
         # if the size of steps or versions changed, the version starts over, with newer weights under its number
         within = of_version < self._derived.groups_per_version and of_version % self._derived.groups_per_step == 0
         self._state.progress = Progress(
             metadata.step,
-            PolicyVersion(lineage, metadata.version.number),
+            PolicyVersion(lineage, metadata.version.number + goes_on),
             metadata.trained,
             metadata.trained_at_publish if within else metadata.trained,
             metadata.groups_digest,
