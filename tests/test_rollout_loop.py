@@ -148,7 +148,7 @@ class Widens(SingleTurn):
     async def run(self, prompt, index, generate):
         sample = await super().run(prompt, index, generate)
         (q,) = sample.sequences
-        columns = {"x": np.zeros((3, 4 if index == 2 else 2)), "y": np.zeros(index)}
+        columns = {"x": np.zeros((3, 4 if index == 2 else 2)), "moe/y": np.zeros(index)}
         metrics = {f"m{50 * index + i}": 1.0 for i in range(50)}
         return replace(sample, sequences=[replace(q, extras=columns)], metrics=metrics)
 
@@ -158,7 +158,7 @@ async def test_a_column_unlike_the_group_s_first_fails_its_sample(inputs):
         for group in await system.groups(2):
             assert group.sample_index.tolist() == [0, 1, 3]
             assert group.extras["x"][0].shape == (9, 2)
-            assert group.extras["y"][1].tolist() == [0, 0, 1, 4]
+            assert group.extras["moe/y"][1].tolist() == [0, 0, 1, 4]
 
 
 async def test_only_the_first_names_of_a_run_are_metrics(inputs, caplog, monkeypatch):

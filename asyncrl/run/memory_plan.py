@@ -37,9 +37,9 @@ def trainer_bytes(config: Config, found: Preflight) -> dict[str, float]:
     parameters, t = parameters_of(config), config.trainer
     shards = BACKENDS.find(t.backend).weight_shards(config)
     held = {"weights, gradients and optimizer": parameters * 16 / shards}  # float32, and AdamW's two moments
-    if config.model.lora.rank:  # adapters are small, and the frozen weights are the reference
+    if config.model.lora.rank:  # adapters are small, and the frozen weights are the reference unless it has a path
         held = {"frozen weights": parameters * 4 / shards}
-    elif config.algorithm.needs_reference:
+    if config.algorithm.needs_reference and (config.algorithm.reference_path or not config.model.lora.rank):
         held["reference"] = parameters * 4 / shards
     held["activations"] = activation_bytes(config, found.model, found.context_tokens)
     held["logits"] = HEAD_CHUNKS * t.logprob_chunk_tokens * found.model.vocab_size * 4

@@ -220,7 +220,7 @@ class RunFolder:
 
     def _restore_journal(self, copy: Path) -> None:
         """Replace ledger, snapshots and spool by a copy of them."""
-        partial = self.journal.with_suffix(".partial")
+        partial = self.journal.with_name(f"{self.journal.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(copy, partial)
         if self.journal == self.path:  # the ledger goes first and comes last: the journal is valid with it only

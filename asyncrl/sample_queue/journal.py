@@ -150,7 +150,7 @@ class Journal:
         """Queues ``changes`` at once, in the order of the calls; the future is done when they are on disk.
 
         A failed write, such as on a full disk, raises JournalError in all waiting calls: everything acknowledged before
-        is safe, and writing may continue after `recover`. A cancelled call may have been written."""
+        is safe. A cancelled call may have been written."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._arrived:
             if self._closed:
@@ -187,7 +187,8 @@ class Journal:
         return self._stats
 
     async def copy_to(self, folder: Path) -> None:
-        """Replaces ``folder`` with a consistent copy of ledger and spool, while writing continues.
+        """Replaces ``folder`` with a consistent copy of ledger and spool. Writing waits for a copy of the databases
+        beside themselves, and continues while all is copied to ``folder``.
 
         ``folder`` may be on another file system, and a journal can be opened on the copy. A crash leaves the previous
         copy, at ``folder`` or beside it (see `found_copy`)."""
@@ -217,11 +218,11 @@ class Journal:
                 self._arrived.wait_for(lambda: self._pending or self._to_freeze or self._closed)
                 batch, self._pending = self._pending, []
                 to_freeze, self._to_freeze = self._to_freeze, []
+            if not batch and not to_freeze:
+                return
             self._writing_since_s = now_s()
             for folder, taken in to_freeze:
                 self._freeze(folder, taken)
-            if not batch and not to_freeze:
-                return
             error: Exception | None = None
             try:
                 self._commit(batch)

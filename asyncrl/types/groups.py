@@ -249,7 +249,8 @@ class Group:
         meta, arrays = _GROUP.from_buffer(data)
         columns = {name: arrays.pop(name) for name in cls._COLUMNS}
         metrics = {k.split("/", 1)[1]: v for k, v in arrays.items() if k.startswith("metrics/")}
-        names = [k.split("/")[1] for k in arrays if k.startswith("extras/") and k.endswith("/values")]
+        values = (k.removesuffix("/values") for k in arrays if k.startswith("extras/") and k.endswith("/values"))
+        names = [k.removeprefix("extras/") for k in values]  # which may have slashes of their own
         extras = {k: (arrays[f"extras/{k}/values"], arrays[f"extras/{k}/offsets"]) for k in names}
         fields: dict[str, Any] = meta | columns
         return cls(**fields, metrics=metrics, extras=extras)

@@ -380,8 +380,8 @@ class LocalReader:
                 raise EOFError("it did not admit this replica")
             message = read_message(link)
             if address not in self._opened:
-                unwanted.pop_all()
                 self._opened[address] = self._open_memory(message, files)
+                unwanted.pop_all()
 
     def _forget(self, address: LocalAddress) -> None:
         self._opened.pop(address).close()
