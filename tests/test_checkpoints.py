@@ -97,6 +97,7 @@ class Run:
         return Lease((LeasedGroup("g", self.served[0], 0.0, 0.0),)), None
 
     async def trained(self, step): ...
+    async def release(self, step): ...
 
     async def covered(self, step):
         self.final_step = step
@@ -157,21 +158,28 @@ async def test_each_checkpoint_is_rated_by_the_validation_of_its_own_weights(tmp
     assert [(progress.step, when) for progress, _, when in results if when] == [(0, "before"), (5, "after")]
 
 
-async def test_a_finished_run_that_goes_on_has_the_versions_of_one_that_never_ended(tmp_path):
-    """Groups are final up to the checkpoint before the last one, to which the run can still go back."""
+async def test_a_run_that_ended_and_goes_on_has_the_versions_of_one_that_never_ended(tmp_path):
+    """First it is stopped: then it can go back to two checkpoints. Groups of one that has finished are all final."""
     config = Config()
     config.trainer.mini_batch_groups = 1
     config.checkpoint = CheckpointConfig(every_steps=1, export_hf="none")
     run, store = Run(config, {}), CheckpointStore(tmp_path / "checkpoints", config.checkpoint)
     run.died = True
-    for total in (3, 5):
-        config.trainer.total_steps = total
+
+    async def on_step(progress, metrics):
+        if progress.step == 2:
+            loop.stop("enough")
+        return metrics
+
+    run.on_step = on_step
+    for total in (2, 3, 5):
+        config.trainer.total_steps = max(total, 3)
         validation = ValidationSchedule(config, run, store, Recorder("driver"), lambda *result: None)
         loop = TrainLoop(config, derive(config), run, run, run, run, validation, run, Recorder("driver"), store)
         await loop.begin(store.newest_intact())
         progress = await asyncio.wait_for(loop.run(), 60)
         assert (progress.step, progress.version.number) == (total, total)
-        assert run.final_step == total - 1
+        assert run.final_step == (1 if total == 2 else total)
 
 
 async def test_ranks_that_die_again_and_again_in_one_step_end_the_run_with_its_groups(tmp_path):

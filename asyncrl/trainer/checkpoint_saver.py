@@ -46,7 +46,7 @@ class CheckpointSaver:
     async def save(self, progress: Progress, last: bool = False) -> None:
         """Save a checkpoint of ``progress``, unless it exists. Training waits while the state is staged and a Hugging
         Face folder is exported; the write overlaps with training, except for the ``last`` checkpoint and with
-        ``checkpoint.asynchronous`` off."""
+        ``checkpoint.asynchronous`` off. All groups are final with one after which no step follows."""
         await self.finish()
         options = self._config
         if self._newest >= (progress.step, last):
@@ -67,7 +67,8 @@ class CheckpointSaver:
             if options.export_hf == "all" or (options.export_hf == "final" and last):
                 await self._ranks.export_hf(partial / "hf")
             what = f"the write of the checkpoint of step {progress.step} (checkpoint.timeout_s)"
-            self._writing = asyncio.create_task(within(options.timeout_s, self._write(partial, metadata, last), what))
+            write = self._write(partial, metadata, last, restorable=1 if progress.last else RESTORABLE)
+            self._writing = asyncio.create_task(within(options.timeout_s, write, what))
             self._newest = (progress.step, last)
             if last or not options.asynchronous:
                 await self.finish()
@@ -100,7 +101,7 @@ class CheckpointSaver:
         if self._config.best_metric in metrics:
             await asyncio.to_thread(self._checkpoints.rate, progress.taken, metrics)
 
-    async def _write(self, partial: Path, metadata: CheckpointMetadata, last: bool) -> None:
+    async def _write(self, partial: Path, metadata: CheckpointMetadata, last: bool, restorable: int) -> None:
         with self._recorder.span("trainer/checkpoint_write", step=metadata.step):
             await self._ranks.write(partial / "state")
             if self._journal_copy is not None:  # before completion: a checkpoint must not be newer than its ledger
@@ -109,5 +110,4 @@ class CheckpointSaver:
             if last:
                 self._checkpoints.mark_final(checkpoint)
         log.info("checkpoint of step %d written to %s", metadata.step, checkpoint.path)
-        restorable = self._checkpoints.all()[-RESTORABLE:]
-        await self._queue.covered(min(c.metadata.step for c in restorable))
+        await self._queue.covered(min(c.metadata.step for c in self._checkpoints.all()[-restorable:]))

@@ -117,10 +117,10 @@ class TrainLoop:
                 await self._publisher.publish()
             if self._save_is_due and step < total:
                 await self._saver.save(state.progress)
-        await self._saver.save(state.progress, last=True)
         done = state.progress.step >= total
-        if done or prompts_ended:
-            state.progress = replace(state.progress, last=True)
+        state.progress = replace(state.progress, last=done or prompts_ended)
+        await self._saver.save(state.progress, last=True)
+        if state.progress.last:
             state.next_version()
             await self._publisher.publish()
         if self._reporting is not None:
