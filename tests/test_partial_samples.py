@@ -138,6 +138,27 @@ async def test_the_snapshots_of_a_long_sample_cost_what_it_grows():
     assert store.bytes <= 4 * sample.size
 
 
+async def test_what_a_cancelled_group_discards_stays_in_its_snapshot():
+    """A rollouter that fails cancels its groups; the next one goes on with their tokens."""
+    sample, store = PartialSample(), Chains()
+    group, call = in_flight([sample]), sample.begin(0, 1, 0)
+
+    async def generate() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            sample.discard(call)
+            await snapshotter.store_changed()
+
+    snapshotter = Snapshotter({"g": group}, store, 1.0)
+    group.task = asyncio.create_task(generate())
+    call.output.add(np.arange(5, dtype=np.int32), np.zeros(5, np.float32), PolicyVersion(0, 0), False)
+    await snapshotter.store_changed()
+    group.task.cancel()
+    await asyncio.wait([group.task])
+    assert unpack(store.parts["g"])[0].token_count == 5
+
+
 def test_buffers_that_are_not_snapshots_are_refused():
     data = pack("e0-000000", [built(b"state", 0, [(1, [(4, (0, 0, False))], None)])])
     with pytest.raises(ValueError, match="cut short"):

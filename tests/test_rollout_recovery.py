@@ -167,7 +167,7 @@ async def test_a_killed_rollouter_loses_no_group_and_its_samples_keep_their_toke
                 gate.set()
                 await until(lambda: first.queue.balance()["queued"] >= 2 and tokens_in_flight(records) > 0)
                 gate.clear()
-                await asyncio.sleep(1)
+                await asyncio.sleep(0.2)
         recovery = await first.queue.recover()
         had = {i.uid: unpack(i.snapshot) for i in recovery.in_flight if i.snapshot}
         tokens = tokens_in_flight(records)

@@ -86,16 +86,18 @@ class Snapshotter:
             await asyncio.sleep(max(0.0, began_s + interval_s - now_s()))
 
     async def finish(self) -> None:
-        """Stop ``run`` and store the final snapshots. Samples may be cancelled after this: without the stop, a later
-        snapshot would record their cancelled state."""
+        """Stop ``run`` and store the final snapshots."""
         if self._running is not None:
             self._running.cancel()
         await self.store_changed()
 
     async def store_changed(self) -> None:
-        """A part that was sent without an answer is sent again, with what is new since: it replaces the first."""
+        """A part that was sent without an answer is sent again, with what is new since: it replaces the first. Groups
+        that are being cancelled are left out: their samples discard what the next rollouter goes on with."""
         sent: list[tuple[StoredSnapshot, Snapshot, list[Position]]] = []
         for uid, group in list(self._groups.items()):
+            if group.task is not None and group.task.cancelling():
+                continue
             if (positions := group.positions) != group.stored.positions:
                 sent.append((group.stored, group.next_part(uid), positions))
                 await asyncio.sleep(0)  # packing many groups must not delay tasks that wait for tokens
