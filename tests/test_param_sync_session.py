@@ -19,10 +19,12 @@ from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.manifest import ManifestError
+from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.session import PHASES, SyncSession
-from asyncrl.param_sync.session_protocol import REPLICA_CALLS, answer, remote_session
+from asyncrl.param_sync.session_protocol import REPLICA_CALLS, ReceivePlan, answer, remote_session
 from asyncrl.run.rollouters import Rollouters, shard_names
 from tests.support.sync_processes import (
+    WeightsEngine,
     config,
     digests,
     fleet_of,
@@ -501,3 +503,105 @@ async def test_a_remote_session_forwards_the_declared_calls_and_no_others():
 def test_the_protocol_lists_every_phase():
     phases = {"receive" if phase == "transfer" else phase for phase in PHASES}
     assert phases | {"needs_base", "abort"} == REPLICA_CALLS
+
+
+# -- a session that ends while a phase is under way --------------------------------------------------------------------
+
+
+class Slow(WeightsEngine):
+    """An engine whose next ``slow`` call waits until it is cancelled, or `finish` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(weights(0))
+        self.slow, self.finish = "", asyncio.Event()
+
+    async def pause(self, mode, deadline_s):
+        return await self._slowly("pause", super().pause(mode, deadline_s))
+
+    async def release_kv(self):
+        return await self._slowly("release_kv", super().release_kv())
+
+    async def resume(self, version):
+        await self._slowly("resume", super().resume(version))
+
+    async def _slowly(self, call, answer):
+        found = await answer
+        if call == self.slow:
+            self.slow = ""
+            try:
+                await self.finish.wait()
+            except asyncio.CancelledError:
+                self.calls.append(f"{call} taken back")
+                raise
+        return found
+
+
+class Nothing:
+    """A receiver of nothing."""
+
+    async def open(self, plan):
+        return ("r",)
+
+    async def receive(self, deadline_s):
+        return 0
+
+    def intact(self):
+        return True
+
+    async def verify(self): ...
+    async def commit(self, version): ...
+    async def abort(self): ...
+
+
+async def phases(session: EngineSession, number: int, until: str = "resume") -> None:
+    name, of = f"s{number}", version(number)
+    await session.plan(ReceivePlan(name, of, None, (), 60))
+    for call, arguments in {
+        "pause": ("wait", 60),
+        "unload": ("unload",),
+        "receive": (60,),
+        "verify": (),
+        "commit": (of,),
+        "reload": (),
+        "resume": (of,),
+    }.items():
+        await getattr(session, call)(name, *arguments)
+        if call == until:
+            return
+
+
+@pytest.mark.parametrize("ended_by", ["abort", "plan"])
+@pytest.mark.parametrize("slow", ["pause", "release_kv", "resume"])
+async def test_what_a_session_left_under_way_has_ended_before_anything_else_happens(slow, ended_by):
+    """A pause is taken back, other calls are waited for; the replica then serves a version, or the next session."""
+    engine = Slow()
+    session = EngineSession("replica/0", engine, Nothing())
+    await phases(session, 1)
+    engine.calls.clear()
+    engine.slow = slow
+    running = asyncio.create_task(phases(session, 2))
+    while engine.slow:
+        await asyncio.sleep(0)
+    if ended_by == "abort":
+        ending = asyncio.create_task(session.abort("s2"))
+    else:
+        ending = asyncio.create_task(phases(session, 3))
+    if slow == "pause":
+        expected = ["pause wait", "pause taken back"]
+    else:
+        await asyncio.sleep(0.01)
+        assert not ending.done()
+        expected = engine.calls.copy()
+        assert expected[-1].startswith(slow)
+        engine.finish.set()
+    result = await asyncio.wait_for(ending, 10)
+    with pytest.raises(SyncError, match=r"session s2 (ended|is over)"):
+        await running
+    if ended_by == "abort":
+        committed = version(2 if slow == "resume" else 1)
+        assert result == committed
+        then = ["restore_kv", f"resume {committed}"] if slow == "release_kv" else []
+    else:
+        then = ["release_kv", "restore_kv", "resume 0.3"]
+        then = then[1:] if slow == "release_kv" else ["pause wait", *then]
+    assert engine.calls == [*expected, *then]

@@ -152,3 +152,28 @@ async def test_training_is_held_back_while_validation_waits_in_the_engine_and_co
     assert engine.begun[4:] == ["t2", "t3"]
     await engine.set_scheduling(Scheduling())
     assert engine.begun[4:] == ["t2", "t3", "t4", "t5", "t6"]
+
+
+async def test_a_pause_that_is_cancelled_is_taken_back(config):
+    class Stopping(Scripted):
+        continued = 0
+
+        async def _stop(self, mode, running):
+            await asyncio.Event().wait()
+
+        async def _continue(self):
+            self.continued += 1
+
+    engine = Stopping(config, [DRAWN[:4]], "length")
+    await engine.resume(VERSION)
+    pausing = asyncio.create_task(engine.pause("abort", 60))
+    await asyncio.sleep(0)
+    assert engine.paused
+    await engine.submit([request("r", [1, 2], 4)])
+    pausing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pausing
+    assert (engine.paused, engine.continued) == (False, 2)
+    while "r" not in (batch := await asyncio.wait_for(engine.events(), 10)).ids:
+        pass
+    assert batch.finish[0] is FinishReason.LENGTH

@@ -12,6 +12,8 @@ from asyncrl.config.schema import Config, ValidationConfig
 from asyncrl.observability.sinks.hub import Hub
 from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
+from asyncrl.param_sync.errors import ALL_REPLICAS, SyncError
 from asyncrl.run.monitor import Monitor
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
@@ -206,6 +208,8 @@ class OnlyReplica:
 
     async def someone_to_join(self):
         await self.joined.wait()
+
+    def joiners_seen(self):
         self.joined.clear()
 
     async def rejoin(self, version): ...
@@ -219,12 +223,87 @@ class OnlyReplica:
 
 async def test_the_only_replica_is_restarted_if_its_rejoin_fails():
     """No batch would ever come, and so no next sync."""
-    sync = OnlyReplica()
-    publisher = Publisher(TrainingState(), None, None, sync, None, None, overlapped=False)
+    sync, state = OnlyReplica(), TrainingState()
+    publisher = Publisher(state, None, None, sync, None, None, overlapped=False)
+    publisher._served_version = state.progress.version
     leasing = asyncio.create_task(publisher.while_replicas_join(asyncio.Event().wait()))
     sync.joined.set()
     await asyncio.wait_for(sync.renewed.wait(), 10)
     leasing.cancel()
+
+
+async def test_a_replica_that_joins_at_the_end_of_a_wait_is_not_forgotten():
+    sync = ParameterSyncCoordinator(Config().param_sync, {}, {}, None, Recorder("driver"))
+    publisher = Publisher(TrainingState(), None, None, sync, None, None, overlapped=False)
+    batch = asyncio.get_running_loop().create_future()
+    leasing = asyncio.create_task(publisher.while_replicas_join(batch))
+    await asyncio.sleep(0.01)
+    batch.set_result("a batch")
+    sync.join("replica/0", None)
+    assert await asyncio.wait_for(leasing, 10) == "a batch"
+    await asyncio.wait_for(sync.someone_to_join(), 10)
+
+
+class LosesItsReplicas:
+    """Everything that a publisher drives; the first change-over to ``loses`` fails once ``failing`` is set, after the
+    trainer went on. ``synced``: versions, and the groups in the weights that were sent under them."""
+
+    def __init__(self, state: TrainingState, loses: PolicyVersion) -> None:
+        self.state, self.loses = state, loses
+        self.failing, self.joined = asyncio.Event(), asyncio.Event()
+        self.synced: list[tuple[PolicyVersion, int]] = []
+        self.published: list[PolicyVersion] = []
+
+    async def __call__(self, version, on_sent):
+        sent = self.state.progress.trained
+        on_sent()
+        if version == self.loses and not self.failing.is_set():
+            await self.failing.wait()
+            raise SyncError("load", ALL_REPLICAS, version, None, "no replica is left")
+        self.synced.append((version, sent))
+        return {}
+
+    async def someone_to_join(self):
+        await self.joined.wait()
+
+    def joiners_seen(self):
+        self.joined.clear()
+
+    async def renew(self):
+        self.joined.set()
+
+    def stranded(self):
+        return True
+
+    async def publish(self, version, trained, rolling=False):
+        self.published.append(version)
+
+    def __getattr__(self, name):  # calls without an effect here
+        async def call(*arguments): ...
+
+        return call
+
+
+@pytest.mark.parametrize("trained", [1, 0])
+async def test_weights_are_not_sent_again_under_a_version_that_the_trainer_may_have_left(trained):
+    """All replicas fail in a change-over while training goes on: those that come after them get the weights of now as
+    a version of their own."""
+    state = TrainingState()
+    system = LosesItsReplicas(state, loses=PolicyVersion(0, 1))
+    publisher = Publisher(state, system, system, system, system, system, overlapped=True)
+    await publisher.publish()
+    state.next_version()
+    await asyncio.wait_for(publisher.publish(), 10)
+    leasing = asyncio.create_task(publisher.while_replicas_join(asyncio.Event().wait()))
+    if trained:
+        state.step_done(1, ["a"])
+    system.failing.set()
+    while len(system.published) < 3 or len(system.synced) < 2:
+        await asyncio.sleep(0)
+    assert system.synced == [(PolicyVersion(0, 0), 0), (PolicyVersion(1, 1), trained)]
+    assert system.published == [PolicyVersion(0, 0), PolicyVersion(0, 1), PolicyVersion(1, 1)]
+    leasing.cancel()
+    await publisher.cancel()
 
 
 # -- validations -------------------------------------------------------------------------------------------------------

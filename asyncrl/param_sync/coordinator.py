@@ -73,8 +73,11 @@ class ParameterSyncCoordinator:
                 await self._on_unfit(name, f"is out of service ({why or 'not synced yet'})")
 
     async def someone_to_join(self) -> None:
-        """Wait until a replica needs a sync: one joined since the last session, or one left and strands samples."""
+        """Wait until a replica needs a sync: one joined since the last session or `joiners_seen`, or one left and
+        strands samples."""
         await self._joined.wait()
+
+    def joiners_seen(self) -> None:
         self._joined.clear()
 
     def join(self, name: str, replica: ReplicaSession) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 from asyncrl.param_sync.digest import ROLES
 from asyncrl.param_sync.errors import SyncError
@@ -13,6 +13,8 @@ from asyncrl.param_sync.manifest import Role
 from asyncrl.param_sync.session_protocol import KVMode, PauseMode, ReceivePlan, ReplicaSession, Staging
 from asyncrl.param_sync.weight_receiver import WeightReceiver
 from asyncrl.types.versions import PolicyVersion
+
+T = TypeVar("T")
 
 #: the phases of a session, in order
 _PHASES: dict[Staging, Sequence[str]] = {
@@ -35,8 +37,9 @@ class SyncedEngine(Protocol):
 class EngineSession(ReplicaSession):
     """The replica's side in the replica's own process.
 
-    All methods are coroutines of the engine's event loop. An evicted replica is no longer called: its connection
-    breaks, its weights may match no version, it stays paused, and the next session's ``plan`` starts over.
+    All methods are coroutines of the engine's event loop. A phase goes to its end even if its caller gives up; whoever
+    leaves the session waits for it. An evicted replica is no longer called: its connection breaks, its weights may
+    match no version, it stays paused, and the next session's ``plan`` starts over.
     """
 
     def __init__(self, name: str, engine: SyncedEngine, receiver: WeightReceiver) -> None:
@@ -45,7 +48,7 @@ class EngineSession(ReplicaSession):
         self._version: PolicyVersion | None = None  # the last one committed
         self._staging: Staging = "bucket"
         self._done = ""  # the last phase that was completed
-        self._committing: asyncio.Future[None] | None = None
+        self._phase: asyncio.Task[Any] | None = None  # under way, or the last one
         self._paused = self._kv_released = False
         self._planning = asyncio.Lock()
 
@@ -62,64 +65,70 @@ class EngineSession(ReplicaSession):
             return readers
 
     async def pause(self, session: str, mode: PauseMode, deadline_s: float) -> int:
-        self._enter(session, "pause")
-        held = 0 if self._paused else await self._engine.pause(mode, deadline_s)
-        self._paused = True
-        self._exit(session, "pause")
-        return held
+        async def pause() -> int:
+            if self._paused:
+                return 0
+            self._paused = True
+            try:
+                return await self._engine.pause(mode, deadline_s)
+            except (TimeoutError, asyncio.CancelledError):  # taken back; after any other error it may be paused
+                self._paused = False
+                raise
+
+        return await self._run("pause", session, pause)
 
     async def unload(self, session: str, kv: KVMode) -> int:
-        self._enter(session, "unload")
-        freed = 0
-        if kv == "unload" and not self._kv_released:
-            freed = await self._engine.release_kv()
-            self._kv_released = True
-        elif kv == "recompute":
-            await self._engine.flush_kv()
-        self._exit(session, "unload")
-        return freed
+        async def unload() -> int:
+            freed = 0
+            if kv == "unload" and not self._kv_released:
+                freed = await self._engine.release_kv()
+                self._kv_released = True
+            elif kv == "recompute":
+                await self._engine.flush_kv()
+            return freed
+
+        return await self._run("unload", session, unload)
 
     async def receive(self, session: str, deadline_s: float) -> int:
-        self._enter(session, "transfer")
-        try:
-            nbytes = await self._receiver.receive(deadline_s)
-        except Exception:
-            # its connections break: else senders, and with them the other replicas, would wait half of the deadline
-            with contextlib.suppress(Exception):
-                await self._receiver.abort()
-            raise
-        self._exit(session, "transfer")
-        return nbytes
+        async def receive() -> int:
+            try:
+                return await self._receiver.receive(deadline_s)
+            except Exception:
+                # its connections break: else senders, and with them the other replicas, would wait half of the deadline
+                with contextlib.suppress(Exception):
+                    await self._receiver.abort()
+                raise
+
+        return await self._run("transfer", session, receive)
 
     async def load(self, session: str) -> None:
-        self._enter(session, "load")
-        await self._receiver.load()
-        self._exit(session, "load")
+        await self._run("load", session, self._receiver.load)
 
     async def verify(self, session: str) -> dict[Role, str]:
-        self._enter(session, "verify")
-        await self._receiver.verify()
-        digests = {role: await self._engine.digest(role) for role in ROLES}
-        self._exit(session, "verify")
-        return digests
+        async def verify() -> dict[Role, str]:
+            await self._receiver.verify()
+            return {role: await self._engine.digest(role) for role in ROLES}
+
+        return await self._run("verify", session, verify)
 
     async def commit(self, session: str, version: PolicyVersion) -> None:
-        self._enter(session, "commit")
-        # Shielded: the commit completes even if the caller gives up.
-        self._committing = asyncio.ensure_future(self._commit(version))
-        await asyncio.shield(self._committing)
-        self._exit(session, "commit")
+        async def commit() -> None:
+            self._version = None
+            await self._receiver.commit(version)
+            self._version = version
+
+        await self._run("commit", session, commit)
 
     async def reload(self, session: str) -> None:
-        self._enter(session, "reload")
-        await self._restore_kv()
-        self._exit(session, "reload")
+        await self._run("reload", session, self._restore_kv)
 
     async def resume(self, session: str, version: PolicyVersion) -> None:
-        self._enter(session, "resume")
-        if version != self._version:
-            raise self._error("resume", f"expected the committed version {self._version}, found {version}")
-        await self._resume(version)
+        async def resume() -> None:
+            if version != self._version:
+                raise self._error("resume", f"expected the committed version {self._version}, found {version}")
+            await self._resume(version)
+
+        await self._run("resume", session, resume)
         self._session, self._done = None, ""
 
     async def abort(self, session: str) -> PolicyVersion | None:
@@ -139,7 +148,9 @@ class EngineSession(ReplicaSession):
 
     # -- the order of phases ------------------------------------------------------------------------------------------
 
-    def _enter(self, session: str, phase: str) -> None:
+    async def _run(self, phase: str, session: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Go through a phase of the session. Raises SyncError if it is not the next one, or if the session ended
+        meanwhile: another one began, or this one was aborted."""
         if session != self._session:
             raise self._error(phase, f"session {session} is over; this replica is in session {self._session}")
         phases = _PHASES[self._staging]
@@ -148,26 +159,30 @@ class EngineSession(ReplicaSession):
         if self._done != (before := phases[phases.index(phase) - 1]):
             raise self._error(phase, f"expected after {before}, but the last phase was {self._done or 'none'}")
         self._done = f"{phase} (not finished)"
-
-    def _exit(self, session: str, phase: str) -> None:
-        if session != self._session:  # another session began, or this one was aborted, during the phase
+        self._phase = under_way = asyncio.create_task(work(), name=phase)
+        try:
+            result = await asyncio.shield(under_way)
+        except asyncio.CancelledError:
+            if not under_way.cancelled():  # the caller gave up
+                raise
+            raise self._error(phase, f"session {session} ended, and took it back") from None
+        if session != self._session:
             raise self._error(phase, f"session {session} ended during this phase")
         self._done = phase
+        return result
 
     def _error(self, phase: str, message: str) -> SyncError:
         return SyncError(phase, self._name, self._version, None, message)
 
     async def _leave(self) -> None:
-        """Leave the session; returns when nothing writes into the weights any more."""
+        """Leave the session; returns when nothing of it is under way any more: the engine is paused or not, and nothing
+        writes into the weights. A pause, which may wait for long samples, is taken back."""
         self._session, self._done = None, ""
         await self._receiver.abort()
-        if self._committing is not None:
-            await asyncio.wait([self._committing])
-
-    async def _commit(self, version: PolicyVersion) -> None:
-        self._version = None
-        await self._receiver.commit(version)
-        self._version = version
+        if (phase := self._phase) is not None:
+            if phase.get_name() == "pause":
+                phase.cancel()
+            await asyncio.wait([phase])
 
     async def _restore_kv(self) -> None:
         if self._kv_released:

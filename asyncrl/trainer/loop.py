@@ -112,7 +112,8 @@ class TrainLoop:
                     state.progress = replace(state.progress, stopped=ended.closed)
                 break
             await self._saver.check()
-            if self._version_is_full and step < total:
+            # nobody would generate under a version that begins after a stop, and the checkpoint may be in a hurry
+            if self._version_is_full and step < total and not state.stopping.is_set():
                 state.next_version()
                 await self._publisher.publish()
             if self._save_is_due and step < total:
@@ -236,7 +237,7 @@ class TrainLoop:
         newest = await self._queue.rollback(metadata.step)
         lineage = max(newest.lineage, metadata.version.lineage) + 1 if newest is not None else 0
         of_version = metadata.trained - metadata.trained_at_publish
-        # a run that was to end there would have begun the next version by now
+        # a run that went on there would have begun the next version by now
         goes_on = of_version == self._derived.groups_per_version and metadata.step < self._config.trainer.total_steps
         # if the size of steps or versions changed, the version starts over, with newer weights under its number
         within = of_version < self._derived.groups_per_version and of_version % self._derived.groups_per_step == 0

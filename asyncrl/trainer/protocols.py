@@ -70,7 +70,10 @@ class Sync(Protocol):
         """End out-of-service replicas, so that the supervisor restarts them."""
 
     async def someone_to_join(self) -> None:
-        """Wait for a restarted replica that no session has seen yet."""
+        """Wait until a replica needs a sync: one was restarted since the last session or `joiners_seen`, or one left
+        and strands samples."""
+
+    def joiners_seen(self) -> None: ...
 
     def stranded(self) -> bool: ...
 

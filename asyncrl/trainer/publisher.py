@@ -40,6 +40,7 @@ class Publisher:
         self._overlapped = overlapped
         self._rolling = RollingUpdate(queue, self._synced, self._served)
         self._published = False  # True once a version was published since the start or the last restore
+        self._served_version: PolicyVersion | None = None  # the last one that a sync brought to the replicas
         self._sync_metrics: Mapping[str, float] = {}
 
     async def publish(self) -> None:
@@ -80,8 +81,10 @@ class Publisher:
                         await self._rolling.finish()
                     continue
                 await first_of(self._sync.someone_to_join(), stopping.wait(), beside=working)
-                if not working.done() and not stopping.is_set() and await joined():
-                    break
+                if not working.done() and not stopping.is_set():
+                    self._sync.joiners_seen()
+                    if await joined():
+                        break
             return working.result() if working.done() and not stopping.is_set() else None
         finally:
             await cancelled([working])
@@ -99,20 +102,32 @@ class Publisher:
         """Cancel a running change-over."""
         await self._rolling.cancel()
 
-    async def _synced(self, version: PolicyVersion, on_sent: Callable[[], None] = lambda: None) -> bool:
+    async def _synced(self, version: PolicyVersion, on_sent: Callable[[], None] | None = None) -> bool:
         """Sync the version; False if stopped while no replica is alive. A session that failed because no replica was
-        left is repeated once there is one; weights and version have not changed."""
+        left is repeated once there is one: weights and version have not changed. But after ``on_sent`` the ranks train
+        on: returns False then, and the first replica that joins gets what they hold, see `_rejoin`."""
+        training = False
+
+        def sent() -> None:
+            nonlocal training
+            if on_sent is not None:
+                training = True
+                on_sent()
+
         while True:
             try:
-                self._sync_metrics = metrics = await self._sync(version, on_sent)
+                self._sync_metrics = metrics = await self._sync(version, sent)
             except SyncError as e:
                 if e.who != ALL_REPLICAS or await self._ranks.lost(e) is not None:
                     raise
-                log.warning("%s; repeating the sync with new replicas", e)
+                log.warning("%s; it is repeated with new replicas", e)
             else:
                 log.debug("version %s is served", version, extra=dict(metrics))
+                self._served_version = version
                 return True
             await self._sync.renew()
+            if training:
+                return False
             await first_of(self._sync.someone_to_join(), self._state.stopping.wait())
             if self._state.stopping.is_set():
                 return False
@@ -128,10 +143,11 @@ class Publisher:
     async def _rejoin(self) -> bool:
         """Sync restarted replicas now, so that they need not wait for the next version; returns False.
 
-        If the weights are ahead of the published version, publishes them as the same number in a new lineage, but only
-        if samples wait for a replica: live ones would have to change over for nothing."""
+        If the weights are ahead of the published version, or no replica ever served it, publishes them as the same
+        number in a new lineage, but only if samples wait for a replica: live ones would have to change over for
+        nothing."""
         progress = self._state.progress
-        if progress.trained == progress.trained_at_publish:
+        if progress.trained == progress.trained_at_publish and progress.version == self._served_version:
             try:
                 await self._sync.rejoin(progress.version)
             except SyncError as e:

@@ -194,19 +194,21 @@ class StreamingEngine(ABC, Generic[R]):
         self._submit_held()
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
-        """``wait`` finishes the requests submitted before; later ones are held back. At the deadline the engine
-        continues as before."""
+        """``wait`` finishes the requests submitted before; later ones are held back. At the deadline, or if cancelled,
+        the engine continues as before."""
         self._check_alive()
         was_paused, self.paused = self.paused, True
         running, waiting = list(self._running.values()), list(self._held)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._stop(mode, running)
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as e:
             if not was_paused:
                 await self._continue()
             self.paused = was_paused
             self._submit_held()
+            if isinstance(e, asyncio.CancelledError):
+                raise
             raise TimeoutError(
                 f"{self.title}: pause({mode!r}) did not complete within {deadline_s:g} s, {len(self._running)} "
                 f"requests run; generation continues under {self._version}"
