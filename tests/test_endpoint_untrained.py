@@ -10,11 +10,13 @@ from asyncrl.processes.tasks import cancelled
 from asyncrl.rollouter.endpoint.dialects import DIALECTS
 from asyncrl.rollouter.engines.base import Grammar
 from asyncrl.rollouter.partial import PartialSample
+from asyncrl.types.samples import FinishReason
 from tests.support.endpoint import (
     PROMPT,
     TEMPLATE,
     WEATHER,
     EndpointSystem,
+    Policy,
     Refused,
     chat,
     made,
@@ -237,6 +239,43 @@ async def test_malformed_requests_are_refused_by_the_name_of_the_field(model):
     async with EndpointSystem(model, agent, writing(), untrained="mask") as system:
         await system.samples()
         assert system.counted()["refused"] == len(MALFORMED)
+
+
+class Refuses(Policy):
+    """Cannot compile one grammar, as an engine reports it."""
+
+    async def _answer(self, request):
+        if request.sampling.grammar == Grammar("regex", "(?=a)b"):
+            self.emit(request.id, [], FinishReason.ERROR, error="the grammar (regex) is refused: no lookahead")
+        else:
+            await super()._answer(request)
+
+
+async def test_a_grammar_that_the_engine_cannot_serve_costs_its_call_and_no_more(model):
+    async def agent(task, http):
+        for _ in range(2):
+            with pytest.raises(Refused) as refused:
+                await post(task, http, CHAT, body(CHAT, guided_regex="(?=a)b"))
+            assert refused.value.status == 400
+            assert "refused: no lookahead" in refused.value.body["error"]["message"]
+        await chat(task, http, task.messages)
+
+    system = EndpointSystem(model, agent, writing(), untrained="mask")
+    system.policy = Refuses(system.tokenizer, writing())
+    async with system:
+        (sample,) = await system.samples()
+        assert len(system.policy.requests) == 2  # it is asked for the grammar once
+        assert trains_only(system, sample, 0)
+
+
+async def test_temperatures_next_to_zero_are_greedy(model):
+    async def agent(task, http):
+        await chat(task, http, task.messages)
+        await post(task, http, CHAT, body(CHAT, temperature=1e-46))
+
+    async with EndpointSystem(model, agent, writing(), untrained="mask") as system:
+        await system.samples()
+        assert [request.sampling.temperature for request in system.policy.requests.values()] == [1.0, 0.0]
 
 
 async def test_reasoning_is_closed_before_what_must_have_a_form(thinking_model):

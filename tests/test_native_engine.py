@@ -239,6 +239,20 @@ async def test_pause_wait_raises_at_its_deadline_and_the_engine_continues(start)
     await collected.until_tokens("a", len(collected.tokens["a"]) + 10)
 
 
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+async def test_a_pause_that_is_cancelled_is_taken_back(start, mode):
+    engine = start(context=4096)
+    await engine.resume(V0)
+    await engine.submit([_request("a", 2000)])
+    pausing = asyncio.create_task(engine.pause(mode, 30))
+    await asyncio.sleep(0.02 if mode == "wait" else 0)  # the abort has not been answered yet
+    pausing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pausing
+    await engine.submit([_request("later", 5)])
+    assert set((await Collected(engine).until("later")).versions["later"]) == {(V0, False)}
+
+
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 

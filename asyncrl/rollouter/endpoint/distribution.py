@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncrl.rollouter.endpoint.calls import BadRequest
 from asyncrl.rollouter.endpoint.dialects import fields
-from asyncrl.rollouter.engines.base import Grammar
+from asyncrl.rollouter.engines.base import LEAST_TEMPERATURE, Grammar
 
 InVocabulary = Callable[[np.ndarray], bool]
 
@@ -72,6 +72,8 @@ class TrainedDistribution:
         for name, value in changes.items():
             if name in NUMBERS:
                 found[name] = NUMBERS[name](value)
+                if name == "temperature" and found[name] < LEAST_TEMPERATURE:
+                    found[name] = 0.0
             elif name in GRAMMARS:
                 found["grammar"] = GRAMMARS[name](value, name)
             elif name == "logit_bias":

@@ -142,9 +142,12 @@ class _ServedCalls:
             else:
                 result = CallError("limit", str(e), e.finish)
         except Exception as e:
-            if not self._failed.done():
-                self._failed.set_exception(e)
-            return
+            # a call that is never trained may be impossible by itself: its grammar cannot be compiled, say
+            if type(e) is not GenerationFailed or call.sampling is None:
+                if not self._failed.done():
+                    self._failed.set_exception(e)
+                return
+            result = CallError("refused", str(e))
         finally:
             self._running.pop(call.number, None)
         self._link.answer(FinishedCall(self._session.address, call.number, result))

@@ -93,6 +93,7 @@ class AgentSession:
         self._equal_prompts: Counter[int] = Counter()  # calls by digest of their prompt
         self.ended: EndedSession | None = None
         self.refused_for_length = False
+        self._refused: dict[Grammar | None, str] = {}  # why the engine cannot serve a grammar
         self._accepts = True
 
     # -- calls of the agent ----------------------------------------------------------------------------------------
@@ -123,6 +124,8 @@ class AgentSession:
             if result.kind == "context":
                 self.refused_for_length = True
                 raise BadRequest(result.message, "messages", "context_length_exceeded")
+            if result.kind == "refused":
+                raise BadRequest(result.message)
             raise (SessionEnded if result.kind == "limit" else CallFailed)(result.message)
         return pending
 
@@ -153,6 +156,8 @@ class AgentSession:
         began_s = time.thread_time()
         sampling = self._distribution.replaced_by(call.sampling, self._renderer.in_vocabulary)
         grammar: Grammar | None = (sampling or {}).get("grammar")
+        if grammar is not None and grammar in self._refused:
+            raise BadRequest(self._refused[grammar])  # else a sample that goes on asking would never be idle
         try:
             for text in (call.text or "", *call.stop, "" if grammar is None else grammar.text):
                 text.encode()  # tokenizers and engines refuse them in ways of their own
@@ -184,13 +189,15 @@ class AgentSession:
         if (pending := self._pending.pop(finished.number, None)) is None:
             return
         result = finished.result
+        if isinstance(result, CallError) and result.kind == "refused" and pending.sampling is not None:
+            self._refused[pending.sampling.get("grammar")] = result.message
         if isinstance(result, Completion):
             try:
                 self._add(pending, result)
             except Exception as e:  # of what a policy or an agent wrote: it costs the sample, no more
                 log.exception("endpoint: an answer cannot be parsed")
                 result = CallError("failed", f"the answer cannot be parsed ({type(e).__name__}: {e})")
-        if isinstance(result, CallError) and result.kind != "context" and not self.over.done():
+        if isinstance(result, CallError) and result.kind not in ("context", "refused") and not self.over.done():
             self.over.set_result(result)
         pending.result.set_result(result)
 

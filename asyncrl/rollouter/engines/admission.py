@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.rollouter.engines.base import Request
+from asyncrl.rollouter.engines.base import LEAST_TEMPERATURE, Request
 
 
 def why_impossible(request: Request, context_tokens: int, vocabulary: int, has_tokenizer: bool) -> str | None:
@@ -22,8 +22,11 @@ def why_impossible(request: Request, context_tokens: int, vocabulary: int, has_t
     low, high = int(request.tokens.min()), int(request.tokens.max())
     if low < 0 or high >= vocabulary:
         return f"token ids run from {low} to {high}, the model's vocabulary from 0 to {vocabulary - 1}"
-    if p.temperature < 0 or not 0 < p.top_p <= 1 or p.top_k < 0 or not 0 <= p.min_p <= 1:
-        return f"expected temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0 and 0 ≤ min_p ≤ 1, found {p}"
+    scaled = p.temperature == 0 or p.temperature >= LEAST_TEMPERATURE
+    if not scaled or not 0 < p.top_p <= 1 or p.top_k < 0 or not 0 <= p.min_p <= 1:
+        return (
+            f"expected temperature 0 or ≥ {LEAST_TEMPERATURE:g}, 0 < top_p ≤ 1, top_k ≥ 0 and 0 ≤ min_p ≤ 1, found {p}"
+        )
     if p.stop_strings and not has_tokenizer:
         return "the request has stop strings, but the engine was built without a tokenizer to find them"
     if "" in p.stop_strings:

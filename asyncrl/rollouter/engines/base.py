@@ -66,6 +66,8 @@ class SamplingParams:
     grammar: Grammar | None = None
 
 
+LEAST_TEMPERATURE = 1e-5  #: of a request that is not greedy: scaled by less, logits may overflow
+
 #: `SamplingParams` that only some engines serve, see `EngineSpec.constrains`
 CONSTRAINTS = frozenset({"logit_bias", "grammar"})
 
@@ -157,8 +159,8 @@ class Engine(Protocol):
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
         """Stop generating. ``abort``: every request ends with an ABORT event; ``keep``: requests stay; ``wait``: they
-        finish first. Returns how many requests were aborted, kept or waited for. Raises TimeoutError at the
-        deadline."""
+        finish first. Returns how many requests were aborted, kept or waited for. At the deadline, or if cancelled,
+        the engine continues as before; raises TimeoutError."""
         ...
 
     async def resume(self, version: PolicyVersion) -> None:

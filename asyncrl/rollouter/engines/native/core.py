@@ -168,7 +168,11 @@ class Core:
         wanted = None if ids is None else set(ids)
         ended = [s for s in self._scheduler.all() if wanted is None or s.request.id in wanted]
         for sequence in ended:
-            self._finish(sequence, FinishReason.ABORT)
+            if sequence.slot < 0:
+                self._emit(sequence, FinishReason.ABORT)
+            else:
+                self._finish(sequence, FinishReason.ABORT)
+        self._scheduler.remove_waiting(s for s in ended if s.slot < 0)
         held = [r for r in self._held or () if wanted is None or r.id in wanted]
         for request in held:
             self._emit_unstarted(request, FinishReason.ABORT)
@@ -473,15 +477,15 @@ class Core:
         return f"the logits under version {self.version} are NaN: the weights have diverged"
 
     def _finish(self, sequence: Sequence, finish: FinishReason, error: str = "") -> None:
+        """End a placed sequence."""
         self._emit(sequence, finish, error)
         if self._warm.limit and finish in (FinishReason.STOP, FinishReason.LENGTH):
             self._keep_warm(sequence)
         self._scheduler.remove(sequence)
-        if sequence.slot >= 0:
-            self._positions[sequence.slot] = 0
-            self._columns = None
-            if self._speculator is not None:
-                self._speculator.forget(sequence.slot)
+        self._positions[sequence.slot] = 0
+        self._columns = None
+        if self._speculator is not None:
+            self._speculator.forget(sequence.slot)
 
     def _compact(self) -> None:
         """Move sequences from the last slots into free ones if fewer rows are decoded then. Only useful when nothing

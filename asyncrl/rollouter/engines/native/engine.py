@@ -152,8 +152,8 @@ class NativeEngine:
         await self._call(lambda: self._core.set_scheduling(scheduling))
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
-        """``wait`` finishes the requests submitted before. Later ones stay queued in every mode. At the deadline the
-        engine continues as before."""
+        """``wait`` finishes the requests submitted before. Later ones stay queued in every mode. At the deadline, or if
+        cancelled, the engine continues as before."""
         if mode not in get_args(PauseMode):
             raise EngineError(f"pause mode {mode!r} is not one of {', '.join(get_args(PauseMode))}")
         before = self._state
@@ -165,6 +165,9 @@ class NativeEngine:
             raise TimeoutError(
                 f"native engine: pause({mode!r}) did not complete within {deadline_s:g} s, {left}"
             ) from None
+        except asyncio.CancelledError:
+            await self._call(lambda: self._unpause(before))
+            raise
 
     async def resume(self, version: PolicyVersion) -> None:
         """Raises EngineError if the weights are not those of ``version`` or the KV cache is released."""
@@ -196,7 +199,7 @@ class NativeEngine:
 
     def _pause(self, mode: PauseMode) -> int | concurrent.futures.Future[int]:
         core = self._core
-        if mode == "wait" and core.active:
+        if mode == "wait" and core.active and self._state != "paused":
             self._waited_for = core.active
             core.close_gate()
             self._state, self._drained = "draining", concurrent.futures.Future()
@@ -310,15 +313,17 @@ class NativeEngine:
             return self._end is None
 
     def _obey(self) -> None:
-        with self._wake:
-            commands, self._inbox = self._inbox, deque()
-        for answer, command in commands:
+        while self._inbox:
+            with self._wake:
+                answer, command = self._inbox.popleft()
             if not answer.set_running_or_notify_cancel():
                 continue
             try:
                 result = command()
-            except Exception as problem:  # for the caller to handle; the engine continues
+            except BaseException as problem:  # for the caller to handle; the engine continues
                 answer.set_exception(problem)
+                if not isinstance(problem, Exception):
+                    raise
             else:
                 if isinstance(result, concurrent.futures.Future):
                     result.add_done_callback(functools.partial(_pass_on, answer))

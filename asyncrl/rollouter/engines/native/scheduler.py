@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -173,14 +174,17 @@ class Scheduler:
             return best if best and best.tokens >= match.tokens else CopyPrefix(sequence, match.prefix, match.tokens)
         return best
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence, waiting or placed."""
-        del self.by_id[sequence.request.id]
-        if sequence.slot < 0:
-            line = self._waiting[sequence.request.trains]
-            line[:] = [entry for entry in line if entry[2] is not sequence]
+    def remove_waiting(self, sequences: Iterable[Sequence]) -> None:
+        ids = {sequence.request.id for sequence in sequences}
+        for line in self._waiting.values():
+            line[:] = [entry for entry in line if entry[2].request.id not in ids]
             heapq.heapify(line)
-            return
+        for id in ids:
+            del self.by_id[id]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a placed sequence."""
+        del self.by_id[sequence.request.id]
         self.placed[sequence.slot] = None
         group = self._groups[sequence.request.group]
         group.remove(sequence)

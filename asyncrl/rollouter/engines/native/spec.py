@@ -38,7 +38,7 @@ class NativeSpec(EngineSpec):
         def load_tokenizer() -> Any:
             return PromptTokenizer.of(config).hf
 
-        if config.rollout.stop_strings:
+        if config.rollout.stop_strings or config.rollout.agent.enabled:
             load_tokenizer()  # takes seconds, which most runs do not need, and no request should wait for
         return NativeEngine(
             config.model.path,
