@@ -351,6 +351,18 @@ async def test_the_samples_of_a_dead_replica_continue_elsewhere(two):
     assert not running.done()
 
 
+async def test_a_replica_that_only_its_router_has_lost_is_reported(two, monkeypatch):
+    """Its process lives, so nobody else would have it restarted."""
+    router, a, _, _ = two
+    a.die(Death("its machine does not answer"))
+    await settle()
+    assert router.unfit(None) == {}
+    monkeypatch.setattr("asyncrl.rollouter.router._REPLACED_S", -1.0)
+    assert router.unfit(None) == {"a": "cannot be reached by its rollouter (its machine does not answer)"}
+    router.replace("a", ScriptedReplica())
+    assert router.unfit(None) == {}
+
+
 async def test_a_lost_replica_gets_no_requests_even_if_listed_as_routable(two):
     router, a, b, _ = two
     router.mark_lost("a", "it hangs")

@@ -36,6 +36,7 @@ _SUSPECT_DEATHS = 2  # of replicas that served a group, after which it is served
 _PROGRESS_S = 40e-6  # to take the tokens of a request that continues
 _PROGRESS_SHARE = 0.05  # of this process, for that
 _HAND_OVER_S = 10.0  # for a retired replica to report the last tokens of its requests
+_REPLACED_S = 10.0  # in which the driver notices by itself that a replica has died
 _OBSERVED = 16  # replicas, enough for the run's profile
 _OBSERVED_S = 1.0  # of a busy engine; tokens of prompts are known only after they were computed, in a later report
 
@@ -89,7 +90,7 @@ class _Replica:
     outstanding_tokens: int = 0
     last_event_s: float = 0.0
     scheduling: Scheduling = Scheduling()  # as last sent
-    lost: bool = False
+    lost_s: float | None = None  # when it was lost
     task: asyncio.Task[None] | None = None
     observed: _Observed = dataclasses.field(default_factory=lambda: _Observed(now_s()))
     sums: Sequence[float] = _NOTHING  # of earlier ones, see `ENGINE`
@@ -224,7 +225,7 @@ class Router:
         """Route to these replicas only, except lost and retired ones; requests on other replicas migrate to them."""
         self._check_known(names)
         known = [name for name in names if name not in self._retired]
-        self._routable = {name for name in known if not self._replicas[name].lost}
+        self._routable = {name for name in known if self._replicas[name].lost_s is None}
         self._weigh()
         for name in self._routable:
             self._replicas[name].last_event_s = now_s()  # a sync may have kept it silent
@@ -233,9 +234,9 @@ class Router:
     def mark_lost(self, name: str, why: str) -> None:
         """Treat this replica as dead: its requests migrate."""
         self._check_known([name])
-        if (replica := self._replicas.get(name)) is None or replica.lost:
+        if (replica := self._replicas.get(name)) is None or replica.lost_s is not None:
             return
-        replica.lost = True
+        replica.lost_s = now_s()
         self._routable.discard(name)
         groups = {active.request.group for active in self._assigned_to(replica)}
         self._group_deaths.update(
@@ -265,7 +266,7 @@ class Router:
         self._weigh()
         unsent = {request.id for request in replica.requests}
         for active in self._assigned_to(replica):
-            if replica.lost or active.id in unsent:
+            if replica.lost_s is not None or active.id in unsent:
                 self._migrate(active, abort=True)
             else:
                 replica.aborts.append(active.id)  # it ends with an event, which migrates it
@@ -282,8 +283,12 @@ class Router:
 
     def unfit(self, silent_s: float | None) -> dict[str, str]:
         """Replicas that must be restarted though their process lives, and why: the engine raised, or with work it sent
-        no event for ``silent_s`` (None: not checked)."""
+        no event for ``silent_s`` (None: not checked), or it was lost here and nobody has replaced it."""
         found = {name: f"answers with errors ({error})" for name, error in self._broken.items()}
+        for name, why in self.lost.items():
+            lost_s = self._replicas[name].lost_s
+            if lost_s is not None and now_s() - lost_s > _REPLACED_S:
+                found.setdefault(name, f"cannot be reached by its rollouter ({why})")
         if silent_s is not None:
             for replica in (self._replicas[name] for name in sorted(self._routable)):
                 silence_s = now_s() - replica.last_event_s
@@ -395,7 +400,9 @@ class Router:
         """After a change of the routable replicas: migrate requests from the others, and assign waiting ones."""
         waiting, self._waiting = self._waiting, {}
         for replica in [r for r in self._replicas.values() if r.name not in self._routable]:
-            if replica.assigned and (replica.lost or replica.name not in self._retired):  # which reports them first
+            if replica.assigned and (
+                replica.lost_s is not None or replica.name not in self._retired
+            ):  # which reports them first
                 for active in self._assigned_to(replica):
                     self._migrate(active, abort=True)
         for active in waiting:
