@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from asyncrl.cli import eval as command
-from asyncrl.config.load import load_config, to_yaml
+from asyncrl.config.load import ConfigError, load_config, to_yaml
+from asyncrl.config.schema import CheckpointConfig
+from asyncrl.evaluation.answers import evaluation_config
 from asyncrl.evaluation.checkpoints import export, find
 from asyncrl.evaluation.estimates import Estimate, pass_at_k
+from asyncrl.evaluation.evaluate import plan
 from asyncrl.models.checkpoint import read_tensors
+from asyncrl.models.config import ModelConfig
 from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.run.checks import check
+from asyncrl.run.preflight import kv_cache_bytes, preflight
 from asyncrl.trainer.checkpoints import CheckpointMetadata, CheckpointStore
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.types.versions import PolicyVersion
@@ -114,11 +121,90 @@ def test_without_prompts_there_is_nothing_to_evaluate(run, capsys):
     assert "data.validation_files: expected the prompt files to evaluate on, found none" in err
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        "rollout.replicas=2 rollout.shards=2",
+        "rollout.replicas=2 rollout.autoscale.min=2 rollout.autoscale.max=4",
+        "mtp.enable_train=true mtp.init_from_trunk=true",
+        "rollout.engine.name=vllm model.lora.rank=4 param_sync.pause=keep param_sync.kv=keep "
+        "param_sync.in_flight=finish",
+        "async_training.partial_rollout=false param_sync.kv=keep",
+        "checkpoint.keep_best=1 trainer.total_steps=200 validation.every_versions=1",
+    ],
+)
+def test_options_that_only_a_run_reads_do_not_prevent_its_evaluation_on_one_cpu(inputs, tmp_path, options):
+    config = load_config(None, [*overrides(inputs, tmp_path / "run"), *options.split()])
+    check(config)
+    check(evaluation_config(config, inputs / "checkpoint"), cpus=1)
+
+
+def test_an_evaluation_needs_the_memory_of_one_replica(inputs, tmp_path, monkeypatch):
+    each = kv_cache_bytes(ModelConfig.load(inputs / "checkpoint"), 8, 64, "float32")
+    monkeypatch.setattr("asyncrl.run.preflight.local_memory_bytes", lambda: 4 * each)
+    config = load_config(None, [*overrides(inputs, tmp_path / "run"), ON_CPUS, "rollout.autoscale.max=16"])
+    with pytest.raises(ConfigError, match="of KV cache, more than"):
+        preflight(config, cpus=1)
+    preflight(evaluation_config(config, inputs / "checkpoint"), cpus=1)
+
+
+def test_a_run_and_one_of_its_checkpoints_are_of_one_run_however_their_paths_are_written(run, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    _, models, out = plan([Path("run"), Path("run/checkpoints/step_000004")], None, None, [])
+    assert [model.name for model in models] == ["step_000002", "step_000004"]
+    assert out == run / "eval"
+
+
+def test_an_override_may_be_longer_than_a_files_name(run, capsys):
+    status, _, err = evaluated(capsys, run, f"rollout.stop_strings=[{'x' * 300}]", "data.validation_files=[]")
+    assert (status, err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("taken", ["out", "out/figures.json/folder"])
+def test_a_folder_that_cannot_be_written_is_refused_before_any_answer(run, capsys, tmp_path, taken):
+    (tmp_path / taken).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / taken).touch()
+    status, out, err = evaluated(capsys, run, "--out", tmp_path / "out")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f"--out: expected a folder to write to, found {tmp_path / 'out'}" in err
+
+
+def test_figures_outlive_answers_that_cannot_be_written(run, capsys, tmp_path):
+    (tmp_path / "step_000004.jsonl").mkdir()
+    status, out, err = evaluated(capsys, run / "checkpoints/step_000004", "--out", tmp_path)
+    assert status == 1
+    assert "step_000004: IsADirectoryError: " in err
+    assert list(json.loads(out.splitlines()[-1])) == ["step_000004"]
+    assert json.loads((tmp_path / "figures.json").read_text()) == json.loads(out.splitlines()[-1])
+
+
+def test_half_an_emoji_is_written_as_a_question_mark(run, capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Compute 1+1", "answer": "2 \ud83d"}) + "\n")
+    path = run / "checkpoints/step_000004"
+    status, _, err = evaluated(capsys, path, f"data.validation_files=[{prompts}]", "--out", tmp_path)
+    assert status == 0, err
+    assert json.loads((tmp_path / "step_000004.jsonl").read_text())["answer"] == "2 ?"
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_others_evaluated(run, capsys, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, symlinks=True)
+    weights = copy / "checkpoints/step_000004/hf/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")  # it would load
+    status, out, err = evaluated(capsys, copy)
+    assert status == 1
+    assert list(json.loads(out.splitlines()[-1])) == ["step_000002"]
+    assert f"step_000004: CheckpointError: {weights} is damaged" in err
+
+
 def test_a_checkpoint_whose_weights_do_not_load_is_reported_and_the_others_evaluated(run, capsys, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy, symlinks=True)
-    for file in (copy / "checkpoints/step_000002/state").iterdir():
-        file.write_bytes(b"")
+    store = CheckpointStore(copy / "checkpoints", CheckpointConfig())
+    partial, first = store.begin(2), store.all()[0]
+    shutil.copytree(first.path / "state", partial / "state", copy_function=lambda _, file: Path(file).touch())
+    store.complete(partial, first.metadata)
     status, out, err = evaluated(capsys, copy)
     assert status == 1
     assert list(json.loads(out.splitlines()[-1])) == ["step_000004"]

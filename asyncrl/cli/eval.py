@@ -8,6 +8,7 @@ last line is a JSON object with all figures.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for answers and figures; default: eval/ in the run's folder")
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_intermixed_args(arguments)
-    overrides = [path for path in args.paths if "=" in path and not Path(path).exists()]
+    # Path.exists raises for an override that is longer than a file's name may be
+    overrides = [path for path in args.paths if "=" in path and not os.path.exists(path)]
     paths = [Path(path) for path in args.paths if path not in overrides]
     from asyncrl.evaluation.evaluate import evaluate, in_the_engines_environment, plan  # heavy
 

@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.schema import Config, CurriculumConfig, ModelConfig, RayConfig, TrainerConfig
+from asyncrl.config.schema import (
+    AutoscaleConfig,
+    CheckpointConfig,
+    Config,
+    CurriculumConfig,
+    ModelConfig,
+    ParamSyncConfig,
+    RayConfig,
+    TrainerConfig,
+)
 from asyncrl.data.load import load_run_prompts
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.actor_client import first_leaf
@@ -40,8 +49,9 @@ class EvaluationFailed(RuntimeError):
 
 
 def evaluation_config(config: Config, folder: Path) -> Config:
-    """``config`` with the model of ``folder``, one replica, and nothing to train."""
-    data = config.data
+    """``config`` with the model of ``folder``, one replica, and nothing to train or sync: options that the evaluation
+    does not read have values that fit the others."""
+    data, mtp = config.data, config.mtp
     if not data.source:
         data = replace(data, train_files=list(data.validation_files), mixture={}, curriculum=CurriculumConfig())
     model = ModelConfig(path=str(folder), trust_remote_code=config.model.trust_remote_code)
@@ -49,11 +59,14 @@ def evaluation_config(config: Config, folder: Path) -> Config:
         config,
         model=replace(model, float32_head=config.model.float32_head),
         data=data,
-        rollout=replace(config.rollout, replicas=1),
+        rollout=replace(config.rollout, replicas=1, shards=1, autoscale=AutoscaleConfig()),
         algorithm=replace(config.algorithm, reference_path=""),
         trainer=TrainerConfig(),
-        mtp=replace(config.mtp, enable_train=False),
-        ray=RayConfig(),
+        mtp=replace(mtp, enable_train=False, init_from_trunk=mtp.init_from_trunk and mtp.enable_rollout),
+        # kv decides how an engine starts, and every engine offers each with wait
+        param_sync=ParamSyncConfig(pause="wait", kv=config.param_sync.kv),
+        checkpoint=CheckpointConfig(),
+        ray=RayConfig(cpus_per_rank=0.5, cpus_per_replica=0.5),  # nothing is placed: one CPU is enough
     )
 
 

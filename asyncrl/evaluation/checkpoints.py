@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.load import ConfigError, load_config
-from asyncrl.config.schema import MegatronConfig
+from asyncrl.config.schema import CheckpointConfig, MegatronConfig
 from asyncrl.models.config import CheckpointError
 from asyncrl.run.environments import interpreter
 from asyncrl.run.run_folder import CONFIG
-from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore
+from asyncrl.trainer.checkpoints import CheckpointStore
 
 HF = "hf"  # of a checkpoint's folder
 DRIVER = "_ASYNCRL_DRIVER_PYTHON"  #: variable: the interpreter in which `asyncrl eval` began
@@ -31,31 +31,37 @@ class Evaluated:
 
 
 def find(path: Path) -> list[Evaluated]:
-    """All intact checkpoints of a run's folder, oldest first; one checkpoint of a run; or a Hugging Face folder. Raises
-    ConfigError for anything else."""
+    """All checkpoints of a run's folder, oldest first; one checkpoint of a run; or a Hugging Face folder. Files are not
+    verified; `verify` does that. Raises ConfigError for anything else."""
+    path = path.resolve()
     if (path / CONFIG).is_file():
-        store = CheckpointStore(path / "checkpoints", load_config(path / CONFIG).checkpoint)
-        if not (all_of_run := sorted(store.all(), key=lambda c: c.taken)):
+        if not (found := _store(path / "checkpoints").all()):
             raise ConfigError([f"{path}: the run has no checkpoints yet"])
-        return [_of_run(path, checkpoint) for checkpoint in all_of_run]
+        return [_of_run(path, checkpoint.path) for checkpoint in found]
     if (path / "metadata.json").is_file():
-        path = path.resolve()
         run = path.parent.parent
         if not (run / CONFIG).is_file():
             raise ConfigError([f"{path}: a checkpoint outside of its run's folder, {run} has no {CONFIG}"])
-        try:
-            return [_of_run(run, CheckpointStore(path.parent, load_config(run / CONFIG).checkpoint).open(path))]
-        except CheckpointError as e:
-            raise ConfigError([str(e)]) from None
+        return [_of_run(run, path)]
     if (path / "config.json").is_file():
-        return [Evaluated(path.resolve().name, path)]
+        return [Evaluated(path.name, path)]
     raise ConfigError([f"{path}: expected a run's folder, a checkpoint of one, or a Hugging Face folder"])
 
 
-def _of_run(run: Path, checkpoint: Checkpoint) -> Evaluated:
-    exported = checkpoint.path / HF
+def _store(folder: Path) -> CheckpointStore:
+    return CheckpointStore(folder, CheckpointConfig())  # its options decide only which are kept
+
+
+def _of_run(run: Path, checkpoint: Path) -> Evaluated:
+    exported = checkpoint / HF
     whole = (exported / "config.json").is_file()  # else there is none, or only an adapter
-    return Evaluated(checkpoint.path.name, exported if whole else None, run, checkpoint.path)
+    return Evaluated(checkpoint.name, exported if whole else None, run, checkpoint)
+
+
+def verify(model: Evaluated) -> None:
+    """Raises CheckpointError for a run's checkpoint whose files are not as they were written."""
+    if model.checkpoint is not None:
+        _store(model.checkpoint.parent).open(model.checkpoint)
 
 
 def export(model: Evaluated, folder: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl.config.load import ConfigError, load_config
 from asyncrl.config.schema import Config
 from asyncrl.evaluation.answers import Answers, EvaluationFailed, answer, evaluation_config
-from asyncrl.evaluation.checkpoints import CONFIG, DRIVER, Evaluated, export, find
+from asyncrl.evaluation.checkpoints import CONFIG, DRIVER, Evaluated, export, find, verify
 from asyncrl.evaluation.estimates import Estimate, pass_at_k
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.actor_client import first_leaf
@@ -31,7 +31,7 @@ def plan(
     paths: Sequence[Path], config_file: str | None, out: Path | None, overrides: Sequence[str]
 ) -> tuple[Config, list[Evaluated], Path]:
     """Options, models under names of their own, and the folder for results. Raises ConfigError."""
-    if not (models := [model for path in paths for model in find(path)]):
+    if not (models := list(dict.fromkeys(model for path in paths for model in find(path)))):
         raise ConfigError(["expected a run's folder, a checkpoint or a Hugging Face folder, found none"])
     run = models[0].run if len({model.run for model in models}) == 1 else None
     if config_file is None and run is None:
@@ -45,7 +45,7 @@ def plan(
 def _named_apart(models: Sequence[Evaluated]) -> list[Evaluated]:
     """Of equal names each gets that of the folder around it, too."""
     counts = Counter(model.name for model in models)
-    where = lambda model: (model.run or model.folder.resolve().parent).name
+    where = lambda model: (model.run or model.folder.parent).name
     named = [replace(m, name=f"{where(m)}-{m.name}") if counts[m.name] > 1 else m for m in models]
     again = Counter(model.name for model in named)
     return [replace(m, name=f"{i}-{m.name}") if again[m.name] > 1 else m for i, m in enumerate(named)]
@@ -66,51 +66,66 @@ def in_the_engines_environment(config: Config, command: Sequence[str]) -> None:
 
 
 def evaluate(config: Config, models: Sequence[Evaluated], out: Path) -> int:
-    """Returns the exit status: 1 if a model could not be evaluated; the others are. Figures are written after each.
-    Raises ConfigError for options that suit none."""
+    """Returns the exit status: 1 if a model could not be evaluated, or its answers not written; the others are. Figures
+    are written after each. Raises ConfigError for options that suit none."""
     check(evaluation_config(config, models[0].folder or Path(config.model.path)))
-    out.mkdir(parents=True, exist_ok=True)
     figures: dict[str, dict[str, Any]] = {}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        _write_figures(out, figures)
+    except OSError as e:
+        raise ConfigError([f"--out: expected a folder to write to, found {out} ({e.strerror}); name another"]) from None
+    status = 0
     for model in models:
         try:
             with tempfile.TemporaryDirectory() as scratch:
+                verify(model)
                 if (folder := model.folder) is None:
                     export(model, folder := Path(scratch) / model.name)
-                figures[model.name] = _evaluated(config, folder, model.name, out, first=not figures)
-        except ConfigError as e:
-            print("\n".join(f"{model.name}: {problem}" for problem in e.problems), file=sys.stderr)
+                _evaluate_one(config, folder, model.name, out, figures)
         except Exception as e:
-            error = first_leaf(e)
-            print(f"{model.name}: {type(error).__name__}: {error}", file=sys.stderr)
-        (out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
+            status, error = 1, first_leaf(e)
+            problems = error.problems if isinstance(error, ConfigError) else [f"{type(error).__name__}: {error}"]
+            print("\n".join(f"{model.name}: {problem}" for problem in problems), file=sys.stderr)
     print(f"answers and figures: {out}", file=sys.stderr)
     print(json.dumps(figures))
-    return 0 if len(figures) == len(models) else 1
+    return status
 
 
-def _evaluated(config: Config, folder: Path, name: str, out: Path, first: bool) -> dict[str, Any]:
-    """Figures of one model; prints its rows and writes its answers. Raises EvaluationFailed if no prompt was
-    answered."""
+def _evaluate_one(config: Config, folder: Path, name: str, out: Path, figures: dict[str, dict[str, Any]]) -> None:
+    """Adds one model's figures to ``figures``, prints its rows, and writes figures and answers. Raises EvaluationFailed
+    if no prompt was answered."""
     config = evaluation_config(config, folder)
     answers = asyncio.run(answer(config, Recorder("eval")))
     lines = records(name, answers, PromptTokenizer.of(config).hf.decode)
-    with open(out / f"{name}.jsonl", "w") as file:
-        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    samples, sources = config.validation.samples, by_source(answers)
+    samples = config.validation.samples
     failed = sum("failed" in line for line in lines)
-    if not (found := estimates(answers, samples)):
+    if found := estimates(answers, samples):
+        sources = {source: estimates(part, samples) for source, part in by_source(answers).items()}
+        figures[name] = _figures(found) | {"prompts": len(answers), "failed": failed}
+        if sources:
+            figures[name]["sources"] = {source: _figures(values) for source, values in sources.items()}
+        _write_figures(out, figures)
+        rows = {name: found} | {f"  {source}": values for source, values in sources.items()}
+        _print_rows(rows, head=len(figures) == 1)
+    # A lone surrogate (half an emoji, decoded from a truncated response) is invalid UTF-8.
+    with open(out / f"{name}.jsonl", "w", encoding="utf-8", errors="replace") as file:
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    if not found:
         raise EvaluationFailed(f"no prompt has {samples} scored answers, {failed} of {len(lines)} answers failed")
-    rows = {name: found} | {f"  {source}": estimates(part, samples) for source, part in sources.items()}
-    if first:
-        print(f"{'':24} " + " ".join(f"{head:>16}" for head in found))
-    for row, values in rows.items():
-        print(f"{row:24} " + " ".join(f"{value!s:>16}" for value in values.values()), flush=True)
     if failed:
         print(f"{name}: {failed} of {len(lines)} answers failed, see {out / name}.jsonl", file=sys.stderr)
-    figures: dict[str, Any] = _figures(found) | {"prompts": len(answers), "failed": failed}
-    if sources:
-        figures["sources"] = {source: _figures(estimates(part, samples)) for source, part in sources.items()}
-    return figures
+
+
+def _print_rows(rows: Mapping[str, Mapping[str, Estimate]], head: bool) -> None:
+    if head:
+        print(f"{'':24} " + " ".join(f"{name:>16}" for name in next(iter(rows.values()))))
+    for row, values in rows.items():
+        print(f"{row:24} " + " ".join(f"{value!s:>16}" for value in values.values()), flush=True)
+
+
+def _write_figures(out: Path, figures: Mapping[str, Any]) -> None:
+    (out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def _figures(values: Mapping[str, Estimate]) -> dict[str, float | None]:
