@@ -98,6 +98,22 @@ def test_weights_are_determined_by_the_seed(folder, tmp_path):
     assert (folder / "tokenizer.json").read_bytes() == (tmp_path / "other" / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model-type", "nonsense"], "model type 'nonsense': expected mimo, or"),
+        (["--model-type", "vit"], "model type 'vit': expected mimo, or"),
+        (["--demonstrations", "nonsense"], "expected an import path such as package.module:name, found 'nonsense'"),
+        (["--tokens", "nonsense:texts"], "nonsense:texts: module nonsense does not import"),
+    ],
+)
+def test_an_unknown_family_or_import_path_is_a_usage_error(tmp_path, capsys, arguments, says):
+    with pytest.raises(SystemExit) as ended:
+        main(["--out", str(tmp_path / "out"), *arguments])
+    assert ended.value.code == 2
+    assert f"error: {says}" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_an_interrupted_run_leaves_no_model_file(tmp_path):
     out = tmp_path / "out"
     (out / "generation_config.json").mkdir(parents=True)  # makes the write before the weights fail

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from asyncrl.models import kernels
 from asyncrl.models.checkpoint import (
@@ -18,10 +19,11 @@ from asyncrl.models.checkpoint import (
     save_checkpoint,
 )
 from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy
-from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.models.config import CheckpointError, DecoderConfig, ModelConfig
 from asyncrl.models.decoder import Decoder, DraftTargets, rope_table
 from asyncrl.models.layout import PackedLayout
 from asyncrl.models.mtp_from_trunk import HIDDEN_SHARE
+from asyncrl.models.overridden import overridden
 from asyncrl.rollouter.engines.native.speculation import judge
 
 SMALL = {
@@ -161,10 +163,63 @@ def test_mismatched_checkpoints_are_refused_with_the_reason(tmp_path):
 )
 def test_a_damaged_index_is_reported(tmp_path, index):
     tiny_mimo(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
     file = tmp_path / "model.safetensors.index.json"
     file.write_bytes(index if isinstance(index, bytes) else index.encode())
     with pytest.raises(CheckpointError, match=r"index\.json: expected a JSON object whose weight_map"):
         check_checkpoint(tmp_path)
+
+
+def test_other_files_beside_the_model_s_are_not_read(tmp_path):
+    """Mistral's consolidated weights, an adapter, an old index; transformers prefers model.safetensors to an index."""
+    tiny_mimo(tmp_path)
+    for name in ("consolidated", "adapter_model"):
+        save_file({"other": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
+    check_checkpoint(tmp_path)
+    index, shard = tmp_path / "model.safetensors.index.json", "model-00001-of-00001.safetensors"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(read_tensors(tmp_path), shard)}))
+    check_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / shard)
+    check_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"[]", "expected a JSON object"),
+        (b"null", "expected a JSON object"),
+        (b'{"text_config": 3}', "expected a JSON object"),
+        (b"{", "not valid JSON"),
+        (b'{"model_type": "\xff"}', "not valid JSON"),
+    ],
+)
+def test_a_config_that_is_no_json_object_is_refused(tmp_path, content, says):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"config\.json: {says}"):
+        ModelConfig.load(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"config\.json: {says}"):
+        overridden(tmp_path, {"rope_theta": 5e5}, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"vocab_size": None}, "vocab_size is None"),
+        ({"hidden_size": "big"}, "hidden_size is 'big'"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"max_position_embeddings": float("inf")}, "max_position_embeddings is inf"),
+        ({"num_key_value_heads": [2]}, r"num_key_value_heads is \[2\]"),
+        ({"architectures": 3}, "'int' object is not subscriptable"),
+        ({"num_nextn_predict_layers": "one"}, "invalid literal .*'one'"),
+        ({"rms_norm_eps": "small"}, "could not convert .*'small'"),
+        ({"rope_parameters": "long"}, ""),
+    ],
+)
+def test_a_field_of_another_type_is_refused(tmp_path, fields, says):
+    raw = {"architectures": ["MiMoForCausalLM"], **SMALL, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=rf"config\.json: malformed field \({says}"):
+        DecoderConfig.load(tmp_path)
 
 
 def test_written_weights_are_world_readable(tmp_path):

@@ -43,10 +43,13 @@ class HasRawConfig(Protocol):
 
 
 def tensor_files(path: str | Path) -> list[Path]:
-    """The folder's safetensors files. Raises CheckpointError if there are none, if the index cannot be read, or if it
-    names a missing file."""
+    """The model's safetensors files, chosen as transformers does: model.safetensors, or those of the index. Without
+    both, all in the folder. Raises CheckpointError if there are none, if the index cannot be read, or if it names a
+    missing file."""
     folder = Path(path)
-    index = folder / "model.safetensors.index.json"
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():  # beside it may be an adapter, or the same weights in another format
+        return [single]
     if index.is_file():
         try:
             files = sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -31,6 +32,34 @@ def engine_dtype(dtype: str, option: str) -> str:
     return option
 
 
+def read_config(path: str | Path) -> dict[str, Any]:
+    """``path/config.json`` as it is. Raises CheckpointError."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{path}: expected a Hugging Face checkpoint folder, found no config.json")
+    try:
+        raw = json.loads(file.read_bytes())
+    except OSError as e:
+        raise CheckpointError(f"{file}: cannot be read ({e})") from None
+    except ValueError as e:  # of the JSON, or of its encoding
+        raise CheckpointError(f"{file}: not valid JSON ({e})") from None
+    if not isinstance(raw, dict) or not isinstance(raw.get("text_config") or {}, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, and in it an object as text_config if there is one")
+    return raw
+
+
+def _size(text: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive number. ``default``: in place of a missing or empty field."""
+    value = text[key] if default is None else text.get(key) or default
+    try:
+        size = int(value)
+    except (ValueError, TypeError, OverflowError):
+        size = 0
+    if size < 1:
+        raise ValueError(f"{key} is {value!r}, expected a positive number")
+    return size
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Configuration of a decoder of any family, for any backend and engine. ``raw`` is the whole config.json, for
@@ -55,15 +84,9 @@ class ModelConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read ``path/config.json``. Raises CheckpointError naming missing fields and unsupported settings."""
-        file = Path(path) / "config.json"
-        if not file.is_file():
-            raise CheckpointError(f"{path}: expected a Hugging Face checkpoint folder, found no config.json")
-        try:
-            raw = json.loads(file.read_text())
-        except json.JSONDecodeError as e:
-            raise CheckpointError(f"{file}: not valid JSON ({e})") from None
-        return cls.from_dict(raw, where=str(file))
+        """Read ``path/config.json``. Raises CheckpointError naming missing or malformed fields and unsupported
+        settings."""
+        return cls.from_dict(read_config(path), where=str(Path(path) / "config.json"))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], where: str = "config") -> Self:
@@ -71,20 +94,24 @@ class ModelConfig:
             return cls(**cls._read(raw, {**raw, **(raw.get("text_config") or {})}, where))
         except KeyError as e:
             raise CheckpointError(f"{where}: field {e} is missing") from None
+        except CheckpointError:
+            raise
+        except (ValueError, TypeError, AttributeError, ArithmeticError) as e:  # a value of another type than expected
+            raise CheckpointError(f"{where}: malformed field ({e})") from None
 
     @classmethod
     def _read(cls, raw: dict[str, Any], text: dict[str, Any], where: str) -> dict[str, Any]:
         """The fields. ``text``: ``raw``, with its text part merged in."""
-        heads = int(text["num_attention_heads"])
+        heads, hidden_size = _size(text, "num_attention_heads"), _size(text, "hidden_size")
         return {
             "architecture": (raw.get("architectures") or ["?"])[0],
-            "vocab_size": int(text["vocab_size"]),
-            "hidden_size": int(text["hidden_size"]),
-            "num_layers": int(text["num_hidden_layers"]),
+            "vocab_size": _size(text, "vocab_size"),
+            "hidden_size": hidden_size,
+            "num_layers": _size(text, "num_hidden_layers"),
             "num_heads": heads,
-            "num_kv_heads": int(text.get("num_key_value_heads") or heads),
-            "head_dim": int(text.get("head_dim") or text["hidden_size"] // heads),
-            "max_position_embeddings": int(text["max_position_embeddings"]),
+            "num_kv_heads": _size(text, "num_key_value_heads", heads),
+            "head_dim": _size(text, "head_dim", hidden_size // heads),
+            "max_position_embeddings": _size(text, "max_position_embeddings"),
             "tie_word_embeddings": bool(text.get("tie_word_embeddings", False)),
             "num_mtp_layers": int(text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 0),
             "dtype": str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch."),
@@ -158,7 +185,7 @@ class DecoderConfig(ModelConfig):
         if rope_type not in ("default", "linear", "llama3"):
             raise CheckpointError(f"{where}: rope type {rope_type!r} is not supported (default, linear, llama3)")
         return super()._read(raw, text, where) | {
-            "intermediate_size": int(text["intermediate_size"]),
+            "intermediate_size": _size(text, "intermediate_size"),
             "rms_norm_eps": float(text.get("rms_norm_eps", 1e-6)),
             "rope_theta": float(rope.get("rope_theta", text.get("rope_theta", 10000.0))),
             "rope_scaling": None if rope_type == "default" else {**rope, "rope_type": rope_type},

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from asyncrl.models.checkpoint import save_checkpoint, tensor_shapes
-from asyncrl.models.config import DecoderConfig
+from asyncrl.models.config import CheckpointError, DecoderConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.models.tokenizer import train_tokenizer
 from asyncrl.models.warm_start import Demonstration, warm_start
-from asyncrl.plugins.import_path import load
+from asyncrl.plugins.import_path import ImportPathError, load
 from asyncrl.types.prompts import Message
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def make_checkpoint(
     messages, response) or, where tools are on offer, (chat messages, response, tools), such as
     `asyncrl.data.arithmetic.demonstrations` and `asyncrl.data.guess.demonstrations`. ``tokens``: import path of texts
     that are one token each. ``model_type``: a family, by transformers' name, in the same size;
-    ``model_options``: of its config.json. Raises ImportPathError.
+    ``model_options``: of its config.json. Raises ImportPathError, and CheckpointError for an unknown family.
     """
     folder = Path(out)
     source = load(demonstrations)
@@ -146,11 +146,14 @@ def enlarge_embeddings(model: Decoder | ScoringModel) -> None:
 @torch.no_grad()
 def _transformers_model(model_type: str, raw: Mapping[str, Any], options: Mapping[str, Any], seed: int) -> ScoringModel:
     """A family's model in the sizes of ``raw``: matrices from Normal(0, `INIT_STD`), the rest as the family starts."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # takes seconds to import
+    # takes seconds to import
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     from asyncrl.models.causal_lm import choose_attention
     from asyncrl.models.scoring import scoring
 
+    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(f"model type {model_type!r}: expected {MIMO}, or a causal language model in transformers")
     config = CONFIG_MAPPING[model_type](**{name: raw[name] for name in SIZES}, **options)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").train(False)
     generator = torch.Generator().manual_seed(seed)
@@ -193,16 +196,19 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # one summation order on every machine
-    folder = make_checkpoint(
-        args.out,
-        args.seed,
-        args.warm_start_steps,
-        args.demonstrations,
-        args.layers,
-        args.tokens,
-        args.model_type,
-        args.model_options,
-    )
+    try:
+        folder = make_checkpoint(
+            args.out,
+            args.seed,
+            args.warm_start_steps,
+            args.demonstrations,
+            args.layers,
+            args.tokens,
+            args.model_type,
+            args.model_options,
+        )
+    except (CheckpointError, ImportPathError) as e:
+        parser.error(str(e))
     parameters = sum(math.prod(shape) for shape in tensor_shapes(folder).values())
     print(f"{folder}: {parameters:,} parameters, warm-started for {args.warm_start_steps} steps, seed {args.seed}")
 

@@ -7,28 +7,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.models.config import CheckpointError
+from asyncrl.models.config import CheckpointError, read_config
 
 FOLDER = "model"  #: in a run's folder
+_ROPE = frozenset({"rope_scaling", "rope_parameters", "rope_theta"})
 #: keys that may be set even if config.json lacks them
-_MAY_BE_NEW = frozenset({"rope_scaling", "rope_parameters", "rope_theta", "head_dim", "num_nextn_predict_layers"})
+_MAY_BE_NEW = _ROPE | {"head_dim", "num_nextn_predict_layers"}
 
 
 def overridden(path: str | Path, overrides: Mapping[str, Any], folder: Path) -> Path:
     """Write ``folder`` with links to all files of the checkpoint ``path``, and its config.json with ``overrides``. Keys
-    of a nested ``text_config`` are set there. Replaces an existing folder's files. Returns the folder.
+    of a nested ``text_config``, and new ones, are set there. Replaces an existing folder's files. Returns the folder.
 
     Raises CheckpointError for a key that config.json lacks, as it is probably misspelled."""
     source = Path(path).absolute()
-    try:
-        config = json.loads((source / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as e:
-        raise CheckpointError(f"{source}: config.json cannot be read ({e})") from None
-    text = config.get("text_config") or {}
+    config = read_config(source)
+    text = config.get("text_config") or config
     for key, value in overrides.items():
         if key not in config and key not in text and key not in _MAY_BE_NEW:
             raise CheckpointError(f"model.overrides.{key}: {source}/config.json has no such key")
-        (text if key in text else config)[key] = value
+        (config if key in config and key not in text else text)[key] = value
+    if text.get("rope_parameters") and overrides.keys() & _ROPE:
+        _merge_rope(text, overrides)
     folder.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         link = folder / file.name
@@ -37,3 +37,30 @@ def overridden(path: str | Path, overrides: Mapping[str, Any], folder: Path) -> 
             link.symlink_to(file)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
+
+
+def _merge_rope(text: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Merge rope_theta and rope_scaling, written by transformers 4, into rope_parameters, written by transformers 5.
+    Readers differ in which of them they prefer when they find both.
+
+    Raises CheckpointError if rope_parameters are those of several layer types: an override could mean any of them."""
+    rope, theta = text["rope_parameters"], text.pop("rope_theta", None)
+    scaling = overrides.get("rope_scaling") or {"rope_type": "default"}
+    text.pop("rope_scaling", None)
+    for key, value in (("rope_parameters", rope), ("rope_scaling", scaling)):
+        if not isinstance(value, dict):
+            raise CheckpointError(f"model.overrides.{key} is {value!r}, expected a mapping")
+    if any(isinstance(value, dict) for value in rope.values()):
+        for key in overrides.keys() & {"rope_scaling", "rope_theta"}:
+            raise CheckpointError(
+                f"model.overrides.{key}: rope_parameters differ by layer type ({', '.join(rope)}); override those"
+            )
+        return
+    if "type" in scaling:  # the older name of rope_type
+        scaling = {"rope_type": scaling["type"], **scaling}
+    merged = {**rope, **scaling} if "rope_scaling" in overrides else dict(rope)
+    if "rope_theta" in overrides:
+        merged["rope_theta"] = overrides["rope_theta"]
+    elif theta is not None:
+        merged.setdefault("rope_theta", theta)
+    text["rope_parameters"] = merged
