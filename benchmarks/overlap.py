@@ -20,6 +20,9 @@ within a round, since the machine's speed varies over minutes. Each round has th
 asynchronous one. Each ratio belongs to one round; the result is their median. Steps are timed from one report to the
 next, from step `SKIPPED` to the last one for which the rollouter still starts groups. No run drops a group; if the
 asynchronous run generated fewer groups than it trained, the generated groups count.
+
+``machine``: how fast each of two processes is beside the other, over its speed alone (`benchmarks.machine`): the pools
+alone have the machine to themselves, together they share its caches and memory.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from typing import Any
 from asyncrl.algorithms.items import ADVANTAGES
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
 from asyncrl.observability.sinks.timeline import read_spans
+from benchmarks import machine
 from benchmarks.long_tail import LIMIT, without_end
 from benchmarks.quickstart import ROOT, ensure_inputs, run
 
@@ -123,7 +127,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     args = parser.parse_args()
     ensure_inputs(ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic")
-    rounds = []
+    shared, rounds = machine.together_over_alone(), []
     with tempfile.TemporaryDirectory(prefix="asyncrl-overlap-") as scratch:
         for k in range(args.rounds):
             names = ["alone", "async", "sync", "tail", "tail_sync"] + (["sync_two_threads"] if k == 0 else [])
@@ -140,6 +144,7 @@ def main() -> None:
         f"sync with two threads {median['sync_two_threads']:.2f}"
     )
     print(f"long tail, seconds per step:  async {median['tail']:.2f}  sync {median['tail_sync']:.2f}")
+    print("this machine, two processes at once over one: " + "  ".join(f"{k} {v:.2f}" for k, v in shared.items()))
     print(f"fraction of ideal as reported by the runs: {median['own']:.3f}")
     print(
         json.dumps(
@@ -153,6 +158,7 @@ def main() -> None:
                 "async_step_s": median["async"],
                 "sync_step_s": median["sync"],
                 "sync_two_threads_step_s": median["sync_two_threads"],
+                "machine": shared,
             }
         )
     )
