@@ -55,7 +55,8 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
         cluster = Cluster(config, found, folder)
         monitor = Monitor(config, hub, recorder, cluster, found.tokenizer.hf.decode, cluster.end)
         try:
-            await shutdown.unless_interrupted(cluster.open())
+            # placing the pools may take long, and a driver that is silent counts as dead
+            await shutdown.unless_interrupted(together(cluster.open(), beside=[folder.epoch.run()]))
 
             sync = ParameterSyncCoordinator(
                 replace(config.param_sync, pause=found.derived.pause),

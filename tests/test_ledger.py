@@ -409,9 +409,7 @@ async def test_many_concurrent_writers_share_few_commits(tmp_path):
     before = table.journal.stats()
     await asyncio.gather(*(table.write(finish(payload(str(seq)))) for seq in range(1, 201)))
     after = table.journal.stats()
-    assert after.writes - before.writes == 200
     assert after.commits - before.commits <= 20
-    assert after.payload_bytes == 200 * len(payload("100"))  # header padding makes all payloads equally long
     assert after.cpu_s > before.cpu_s
     await table.close()
 

@@ -245,6 +245,7 @@ def test_a_run_without_a_step_and_a_running_one_have_a_report(tmp_path):
     assert "No step has been reported yet." in write_report(tmp_path).read_text()
     (tmp_path / METRICS_FILE).write_bytes(b'{"step":1,"time":1,"actor/entropy":2.5}\n{"step":2,"ti')
     (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "summary.json").write_text('{"status": "fin')
     html = write_report(tmp_path).read_text()
     assert [trace["y"] for trace in plots(html)] == [[2.5]]
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(("html", "tmp"))] == [REPORT_FILE]

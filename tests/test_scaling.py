@@ -114,12 +114,29 @@ async def test_a_replica_that_does_not_serve_leaves_first(folder, config):
 
 async def test_what_cannot_be_scaled_is_refused_in_one_line(folder, config, tmp_path):
     world = World("replica/0")
-    assert await scale(world, config(), folder, 0, 9) == [
+    assert await scale(world, config(), folder, 0, 9, 10**9) == [
         "replicas: expected at least 1, which serves whole groups; found 0",
         "the rollout pool was not placed within 30 s: it needs 8 GPU (free: 2)",
+        "replicas: expected at most 10000, found 1000000000",
     ]
     with pytest.raises(NotScaled, match="expected the folder of a run"):
         list(ask(tmp_path / "elsewhere", 2))
+
+
+@pytest.mark.parametrize("asked", ["1e400", "2.7", "true", '"3"', "null"])
+async def test_a_request_for_no_number_is_refused(folder, config, asked):
+    world = World("replica/0")
+    scaling = Scaling(config(), folder, world, world, lambda: None)
+    (folder / "scaling").mkdir()
+    serving = asyncio.create_task(scaling.run())
+    await asyncio.sleep(0)
+    (folder / "scaling/one.json").write_text(f'{{"replicas": {asked}}}')
+    answer = folder / "scaling/one.answer.json"
+    while not answer.exists() or not json.loads(answer.read_text())["done"]:
+        await asyncio.sleep(0.01)
+    assert 'expected {"replicas": N}' in json.loads(answer.read_text())["error"]
+    assert world.replica_names == ["replica/0"]
+    serving.cancel()
 
 
 def test_a_run_that_has_ended_is_not_scaled(folder):

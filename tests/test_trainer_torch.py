@@ -706,7 +706,7 @@ def test_metrics_and_spans_describe_the_batch(checkpoint, start_rank):
     assert metrics["response_length/clip_ratio"] == pytest.approx((lengths > 20).mean())
     equal = [np.ptp(g.rewards) == 0 for g in map(Group.from_buffer, groups)]
     assert metrics["rollout/zero_variance"] == pytest.approx(np.mean(equal))
-    assert metrics["trainer/tokens"] == sum(g.num_tokens for g in map(Group.from_buffer, groups))
+    assert metrics["trainer/tokens"] == sum(len(g.tokens) + g.prefix.sum() for g in map(Group.from_buffer, groups))
     assert metrics["trainer/optimizer_steps"] == 4
     assert 0 < metrics["actor/ratio_min"] < metrics["actor/ratio_mean"] < metrics["actor/ratio_max"]
     names = [span.name for span in recorder.drain().spans]

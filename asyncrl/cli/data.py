@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for prepared in prepare(args.name, args.source, out, args.split, args.instruction):
             print(prepared)
-    except DataError as e:
+    except (DataError, OSError) as e:
         print(f"data: {e}", file=sys.stderr)
         return 2
     return 0

@@ -15,15 +15,15 @@ from asyncrl.observability.report.trace import write_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 if there is no run folder."""
+    """Returns the exit status: 0, or 2 if there is no run folder, or it cannot be read and written."""
     parser = argparse.ArgumentParser(prog="asyncrl report", description="Writes report.html and trace.json.gz.")
     parser.add_argument("run_dir", type=Path, help="run folder, to which both files are written")
     run_dir = parser.parse_args(argv).run_dir
     try:
         print(write_report(run_dir))
         print(write_trace(run_dir))
-    except FileNotFoundError as e:
-        print(str(e), file=sys.stderr)
+    except OSError as e:
+        print(f"report: {e}", file=sys.stderr)
         return 2
     return 0
 

@@ -73,3 +73,7 @@ async def _probe(config: SandboxConfig) -> int:
         )
         print(f"{name:12} {says}")
     return 0 if strong else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

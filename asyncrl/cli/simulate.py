@@ -156,3 +156,7 @@ def _sweep(
 
 def _rounded(figures: Mapping[str, float]) -> dict[str, float]:
     return {name: float(f"{value:.4g}") for name, value in figures.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

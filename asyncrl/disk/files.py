@@ -15,6 +15,12 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def sync_tree(folder: Path) -> None:
+    """Puts everything in a folder on disk, and the folder itself."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
+
+
 def make_folder(path: Path) -> None:
     """Makes a folder, with its parents, unless it exists."""
     if not path.is_dir():

@@ -105,11 +105,6 @@ def part_hashes(bucket: Bucket) -> list[bytes]:
     ]
 
 
-def bucket_checksum(bucket: Bucket) -> int:
-    """Checksum of the bytes that arrived; gaps between parts do not count."""
-    return _checksum(part_hashes(bucket))
-
-
 def check_checksum(bucket: Bucket, hashes: Sequence[bytes] | None = None) -> None:
     """Raises SyncError if the bucket has a checksum and its bytes do not match it. ``hashes``: its `part_hashes`, if
     they are known."""

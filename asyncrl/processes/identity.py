@@ -51,9 +51,11 @@ class Process:
 
 @cache
 def machine() -> str:
-    """Differs between machines, and between two boots of one."""
+    """Differs between machines, between two boots of one, and between its containers, which number processes on their
+    own."""
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return os.uname().nodename
 
 

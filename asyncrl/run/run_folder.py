@@ -18,7 +18,7 @@ import xxhash
 from asyncrl.config.load import ConfigError, load_config, to_yaml
 from asyncrl.config.resume import refused_changes
 from asyncrl.config.schema import Config
-from asyncrl.disk.files import make_folder, write_whole
+from asyncrl.disk.files import make_folder, rename, sync_tree, write_whole
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.overridden import FOLDER as OVERRIDDEN
 from asyncrl.observability.run_profile import FILE as PROFILE
@@ -152,9 +152,9 @@ class RunFolder:
         EpochOver."""
         self.epoch.check()
         how = {"status": shutdown.status, "reason": shutdown.stopped, "failed": shutdown.failure}
-        (self.path / "summary.json").write_text(json.dumps({**figures, **how}, indent=2) + "\n")
+        write_whole(self.path / "summary.json", json.dumps({**figures, **how}, indent=2) + "\n")
         if profile is not None:
-            (self.path / PROFILE).write_text(json.dumps(profile) + "\n")
+            write_whole(self.path / PROFILE, json.dumps(profile) + "\n")
         if report:
             from asyncrl.observability.report.report import write_report
             from asyncrl.observability.report.trace import write_trace
@@ -223,16 +223,17 @@ class RunFolder:
         partial = self.journal.with_name(f"{self.journal.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(copy, partial)
+        sync_tree(partial)
         if self.journal == self.path:  # the ledger goes first and comes last: the journal is valid with it only
             for old in (*_database(self.path / LEDGER), *_database(self.path / SNAPSHOTS)):
                 old.unlink(missing_ok=True)
             shutil.rmtree(self.path / "spool", ignore_errors=True)
             for name in sorted(os.listdir(partial), key=lambda name: name == LEDGER):
-                (partial / name).rename(self.path / name)
+                rename(partial / name, self.path / name)
             partial.rmdir()
         else:
             shutil.rmtree(self.journal, ignore_errors=True)
-            partial.rename(self.journal)
+            rename(partial, self.journal)
 
     def _check_prompts(self, point: ResumePoint, fingerprint: str) -> None:
         """Raises ConfigError if the prompts differ from those of the earlier run, whose order could not continue."""

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "scaling"
 POLL_S = 0.5
+MOST_REPLICAS = 10_000  # a number beyond is a mistake, and would keep the driver busy
 _MOST_NAMES = 8  # in a line
 MARGIN = 1.1  # by which a pool must be too slow, or too large, before the number of replicas changes
 
@@ -96,10 +97,11 @@ class Scaling:
     def _requests(self) -> list[Path]:
         """New ones, in order."""
         found = []
-        for path in self._folder.glob("*.json"):
-            if not path.name.endswith(".answer.json") and path not in self._served:
-                with contextlib.suppress(FileNotFoundError):  # who asked has given up
-                    found.append((path.stat().st_mtime_ns, path))
+        with contextlib.suppress(OSError):  # a network disk may answer the next time
+            for path in self._folder.glob("*.json"):
+                if not path.name.endswith(".answer.json") and path not in self._served:
+                    with contextlib.suppress(FileNotFoundError):  # who asked has given up
+                        found.append((path.stat().st_mtime_ns, path))
         return [path for _, path in sorted(found)]
 
     async def _serve(self, request: Path) -> None:
@@ -137,6 +139,8 @@ class Scaling:
         if replicas < shards:
             each = "which serves whole groups" if shards == 1 else f"one for each of {shards} rollout.shards"
             raise NotScaled(f"replicas: expected at least {shards}, {each}; found {replicas}")
+        if replicas > MOST_REPLICAS:
+            raise NotScaled(f"replicas: expected at most {MOST_REPLICAS}, found {replicas}")
         if self._config.ray.share_gpus:
             raise NotScaled("replicas: with ray.share_gpus each shares the GPU of a rank, so their number is fixed")
         if join := [name for name, _ in zip(_free_names(now), range(replicas - len(now)))]:
@@ -231,9 +235,12 @@ def _count(replicas: int) -> str:
 def _asked(request: Path) -> int:
     """Raises NotScaled if the file is no request."""
     try:
-        return int(json.loads(request.read_bytes())["replicas"])
+        asked = json.loads(request.read_bytes())["replicas"]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise NotScaled(f'{request}: expected {{"replicas": N}} ({e})') from None
+    if type(asked) is not int:
+        raise NotScaled(f'{request}: expected {{"replicas": N}}, found {asked!r:.80}')
+    return asked
 
 
 def _answer_of(request: Path) -> Path:

@@ -10,9 +10,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from asyncrl.config.load import ConfigError
 from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.processes.actor_client import first_leaf
 from asyncrl.processes.tasks import cancelled
+from asyncrl.run.driver_epoch import EpochOver
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +85,18 @@ class Shutdown:
             await cancelled([working, waiting])
 
     def failed(self, error: BaseException) -> None:
-        """Record a failure and log it with its traceback; an interruption needs none."""
+        """Record a failure and log it with its traceback; one whose message says what to do needs none, and neither
+        does an interruption."""
+        from asyncrl.run.placement_plan import PlacementError  # loads torch: not before the signal handlers are set
+
         error = first_leaf(error)
         if isinstance(error, Interrupted):
             log.warning("%s", error)
             return
         self.failure = self.failure or f"{type(error).__name__}: {error}"
-        if remote := remote_traceback(error):  # raised in an actor: the driver's own frames add nothing
+        if isinstance(error, (ConfigError, PlacementError, EpochOver)):
+            log.error("%s", error)
+        elif remote := remote_traceback(error):  # raised in an actor: the driver's own frames add nothing
             log.error("Traceback of an actor:\n%s", remote.strip())
         else:
             log.error("%s", "".join(traceback.format_exception(error)).strip())

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from asyncrl.disk.files import make_folder, rename, sync
+from asyncrl.disk.files import make_folder, rename, sync_tree
 from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.sample_queue.ledger import (
     FILE,
@@ -60,8 +60,6 @@ class JournalStats:
     seconds; payloads are hashed in the caller's."""
 
     commits: int = 0
-    writes: int = 0
-    payload_bytes: int = 0
     seconds: float = 0.0
     cpu_s: float = 0.0
 
@@ -259,8 +257,6 @@ class Journal:
         self._stats = replace(
             self._stats,
             commits=self._stats.commits + 1,
-            writes=self._stats.writes + len(batch),
-            payload_bytes=self._stats.payload_bytes + sum(at.length for at in locations.values() if at is not None),
             seconds=self._stats.seconds + now_s() - began_s,
             cpu_s=time.thread_time(),
         )
@@ -333,8 +329,7 @@ def _copy(frozen: Path, folder: Path, end: tuple[int, int]) -> None:
     shutil.copytree(frozen, partial)
     os.truncate(partial / "spool" / segment_name(end[0]), end[1])
     shutil.rmtree(frozen)
-    for path in [*partial.rglob("*"), partial]:
-        sync(path)
+    sync_tree(partial)
     if folder.exists():
         shutil.rmtree(before, ignore_errors=True)
         rename(folder, before)

@@ -15,10 +15,8 @@ import numpy as np
 from asyncrl.algorithms.rewards import RewardOptions, masked, shaped
 from asyncrl.trainer.backends.base import TrainBatch
 from asyncrl.types.groups import Group
-from asyncrl.types.samples import TOKEN_REWARDS, FinishReason
+from asyncrl.types.samples import TOKEN_REWARDS, TRUNCATED
 from asyncrl.types.versions import PolicyVersion, Sampler
-
-_TRUNCATED = [reason for reason in FinishReason if reason.truncated]
 
 
 def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> TrainBatch:
@@ -147,7 +145,7 @@ def shape_rewards(batch: TrainBatch, options: RewardOptions, max_response_tokens
     `asyncrl.algorithms.rewards.shaped`, which also decides what the rollouter drops."""
     columns, first = batch.sequence_columns, first_sequences(batch)
     lengths = np.maximum.reduceat(np.diff(batch.row_offsets), first)
-    truncated = np.isin(columns["finish"][first], _TRUNCATED)
+    truncated = np.isin(columns["finish"][first], TRUNCATED)
     rewards, trained = columns["rewards"][first].copy(), np.ones(len(first), bool)
     group = columns["group"][first]
     for g in np.unique(group):
@@ -163,7 +161,7 @@ def shape_rewards(batch: TrainBatch, options: RewardOptions, max_response_tokens
 def as_trained(group: Group, mask_before: int | None, options: RewardOptions) -> Group:
     """The group with the tokens that a step trains in ``loss_mask``: not those of versions below ``mask_before``, nor
     those of samples that the overlong policy masks."""
-    kept = ~masked(np.isin(group.finish, _TRUNCATED), options)
+    kept = ~masked(np.isin(group.finish, TRUNCATED), options)
     of_token = np.repeat(kept[group.sequence_sample], group.response_lengths)
     return dataclasses.replace(group, loss_mask=group.loss_mask & _young(group, mask_before) & of_token)
 

@@ -32,10 +32,8 @@ from asyncrl.trainer.mismatch import SamplerKL
 from asyncrl.trainer.objective import Objective, Source, effective_sample_size
 from asyncrl.trainer.sampler_kl import take_sampler_kl, with_sampler_kl
 from asyncrl.types.groups import Group, computed_tokens
-from asyncrl.types.samples import FinishReason
+from asyncrl.types.samples import TRUNCATED
 from asyncrl.types.versions import Sampler
-
-_TRUNCATED = [reason for reason in FinishReason if reason.truncated]
 
 
 @dataclass
@@ -295,7 +293,7 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
         **quantiles("response_length", lengths, (10, 50, 90, 99)),
-        "response_length/clip_ratio": float(np.isin(columns["finish"][first], _TRUNCATED).mean()),
+        "response_length/clip_ratio": float(np.isin(columns["finish"][first], TRUNCATED).mean()),
         "rollout/zero_variance": float((highest == lowest).mean()),
         "fully_async/partial/ratio": float(partial.mean()),
         "fully_async/partial/count": float(partial.sum()),

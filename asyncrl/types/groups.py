@@ -155,11 +155,6 @@ class Group:
         return len(self.sample_index)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of a forward pass over the group; each sequence has its own copy of its prefix."""
-        return len(self.tokens) + int(self.prefix.sum())
-
-    @property
     def response_lengths(self) -> np.ndarray:
         """int64 [Q]"""
         return np.diff(self.offsets)

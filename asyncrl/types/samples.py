@@ -30,6 +30,9 @@ class FinishReason(enum.IntEnum):
         return self in (FinishReason.LENGTH, FinishReason.TURNS, FinishReason.TIME, FinishReason.TOKENS)
 
 
+TRUNCATED = tuple(reason for reason in FinishReason if reason.truncated)
+
+
 @dataclass
 class TokenSequence:
     """What the policy read and wrote in one order: the first ``prefix`` tokens of the group's prompt (None: all), then

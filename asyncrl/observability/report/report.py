@@ -39,8 +39,11 @@ def write_report(run_dir: Path | str) -> Path:
         raise FileNotFoundError(f"expected a run folder, which holds {METRICS_FILE}; {run_dir} is not a folder")
     path = run_dir / REPORT_FILE
     unfinished = run_dir / f".{REPORT_FILE}.{os.getpid()}"
-    unfinished.write_text(_render(run_dir), encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(_render(run_dir), encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return path
 
 
@@ -255,4 +258,8 @@ def _evenly(numbers: Sequence[int], count: int) -> list[int]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """Empty if there is none, or it is damaged: the metrics have most of it."""
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
