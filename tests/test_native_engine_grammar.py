@@ -1,17 +1,21 @@
 """Grammars and logit biases in the native engine's core: drafting, interruptions, and what they cost others."""
 
+import asyncio
 import re
+import threading
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from asyncrl.config.schema import EngineConfig
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.make_checkpoint import make_checkpoint
 from asyncrl.rollouter.engines.base import Grammar
 from asyncrl.rollouter.engines.native import core as core_module
 from asyncrl.rollouter.engines.native.core import Core
+from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.rollouter.engines.native.grammar import GrammarError, Grammars
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.rollouter.engines.native.speculation import Speculation
@@ -179,6 +183,32 @@ def test_without_grammars_llguidance_reads_no_tokenizer_and_no_mask_is_made(make
     monkeypatch.setattr(Grammars, "_tokens", property(never))
     monkeypatch.setattr(core_module, "TokenMasks", never)
     assert len(run_all(make(), [make_request("free", [5, 6, 7], 8)])["free"][0]) == 8
+
+
+async def test_grammars_are_compiled_beside_generation(checkpoint, tokenizer, monkeypatch):
+    """A large one takes up to a second, and one that is refused is not compiled again for each sample."""
+    compile_one, threads = Grammars._compile, []
+
+    def noted(self, grammar):
+        threads.append(threading.current_thread().name)
+        return compile_one(self, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", noted)
+    engine = NativeEngine(checkpoint, EngineConfig(slots=2, max_context_tokens=128), load_tokenizer=lambda: tokenizer)
+    await engine.resume(PolicyVersion(0, 0))
+    refused = Grammar("regex", "(?=a)b")
+    for requests in (wanted(tokenizer, 1), wanted(tokenizer, 3, refused)[1:2], wanted(tokenizer, 3, refused)[2:]):
+        await engine.submit(requests)
+    finish, errors = {}, {}
+    while len(finish) < 3:
+        batch = await asyncio.wait_for(engine.events(), 60)
+        finish |= {id: end for id, end in zip(batch.ids, batch.finish, strict=True) if end is not None}
+        errors |= batch.errors
+    await engine.close()
+    assert finish == {"g0": FinishReason.STOP, "g1": FinishReason.ERROR, "g2": FinishReason.ERROR}
+    assert all("is refused" in errors[id] for id in ("g1", "g2"))
+    assert len(threads) == 2
+    assert "native-engine" not in threads
 
 
 def test_a_core_without_a_tokenizer_refuses_grammars(make, tokenizer):

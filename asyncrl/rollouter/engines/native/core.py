@@ -162,6 +162,12 @@ class Core:
                         continue
                 self._scheduler.add(sequence)
 
+    def compile_grammars(self, requests: SequenceOf[Request]) -> None:
+        """Ahead of `submit`, in another thread: a large grammar takes up to a second."""
+        if self._load_tokenizer is not None:
+            for grammar in {r.sampling.grammar for r in requests if r.sampling.grammar is not None}:
+                self._grammars.compile(grammar)
+
     def abort(self, ids: Iterable[str] | None = None) -> int:
         """End these requests (None: all), each with an ABORT event that has its unreported tokens. Returns their
         number."""

@@ -129,6 +129,8 @@ class NativeEngine:
     # -- Engine ----------------------------------------------------------------------------------------------------
 
     async def submit(self, requests: Sequence[Request]) -> None:
+        if any(request.sampling.grammar is not None for request in requests):
+            await asyncio.to_thread(self._core.compile_grammars, requests)
         await self._call(lambda: self._core.submit(requests))
 
     async def events(self) -> EventBatch:
