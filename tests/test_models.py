@@ -222,6 +222,31 @@ def test_a_field_of_another_type_is_refused(tmp_path, fields, says):
         DecoderConfig.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("raw", "sizes"),
+    [
+        (
+            {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128, "vocab_size": 300},
+            (300, 64, 2, 4, 4, 16, 128),
+        ),
+        (
+            {"model_type": "gemma3", "text_config": {"hidden_size": 2560, "num_hidden_layers": 34}},
+            (262208, 2560, 34, 8, 4, 256, 131072),
+        ),
+        ({"model_type": "nothing", "n_embd": 64}, None),
+    ],
+)
+def test_names_and_defaults_of_a_family_are_those_of_transformers(tmp_path, raw, sizes):
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    if sizes is None:
+        with pytest.raises(CheckpointError, match=r"config\.json: field 'num_attention_heads' is missing"):
+            ModelConfig.load(tmp_path)
+        return
+    m = ModelConfig.load(tmp_path)
+    found = (m.vocab_size, m.hidden_size, m.num_layers, m.num_heads, m.num_kv_heads)
+    assert (*found, m.head_dim, m.max_position_embeddings) == sizes
+
+
 def test_written_weights_are_world_readable(tmp_path):
     tiny_mimo(tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644

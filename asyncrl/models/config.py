@@ -21,6 +21,11 @@ _FAMILIES = {
     "LlamaForCausalLM": (False, False),
 }
 
+#: fields of config.json without which there is no `ModelConfig`
+_NEEDED = frozenset(
+    {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"}
+)
+
 
 def engine_dtype(dtype: str, option: str) -> str:
     """dtype of an engine's weights, in which they are sent: ``option`` (`rollout.engine.dtype`), with ``auto`` resolved
@@ -46,6 +51,22 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not isinstance(raw, dict) or not isinstance(raw.get("text_config") or {}, dict):
         raise CheckpointError(f"{file}: expected a JSON object, and in it an object as text_config if there is one")
     return raw
+
+
+def _of_family(path: str | Path) -> dict[str, Any]:
+    """Sizes of the checkpoint's decoder as transformers knows them, whose families have names and defaults of their
+    own."""
+    from transformers import AutoConfig  # takes seconds, which few checkpoints need
+
+    try:
+        config = AutoConfig.from_pretrained(path).get_text_config()
+    except Exception:  # of no family that it knows; it raises many types
+        return {}
+    return {
+        name: value
+        for name in (*_NEEDED, "num_key_value_heads", "head_dim")
+        if (value := getattr(config, name, None)) is not None
+    }
 
 
 def _size(text: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -86,12 +107,16 @@ class ModelConfig:
     def load(cls, path: str | Path) -> Self:
         """Read ``path/config.json``. Raises CheckpointError naming missing or malformed fields and unsupported
         settings."""
-        return cls.from_dict(read_config(path), where=str(Path(path) / "config.json"))
+        raw, where = read_config(path), str(Path(path) / "config.json")
+        if cls is ModelConfig and not {**raw, **(raw.get("text_config") or {})}.keys() >= _NEEDED:
+            return cls.from_dict(raw, where, _of_family(path))
+        return cls.from_dict(raw, where)
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any], where: str = "config") -> Self:
+    def from_dict(cls, raw: dict[str, Any], where: str = "config", defaults: Mapping[str, Any] | None = None) -> Self:
+        """``defaults``: of fields that ``raw`` lacks."""
         try:
-            return cls(**cls._read(raw, {**raw, **(raw.get("text_config") or {})}, where))
+            return cls(**cls._read(raw, {**(defaults or {}), **raw, **(raw.get("text_config") or {})}, where))
         except KeyError as e:
             raise CheckpointError(f"{where}: field {e} is missing") from None
         except CheckpointError:
