@@ -41,7 +41,6 @@ def test_a_group_round_trips_through_its_buffer_without_a_copy():
     np.testing.assert_array_equal(after.extras["experts"][0][3:], extras["experts"])
     assert np.isnan(after.metrics["ok"][1])
     assert np.shares_memory(after.tokens, np.frombuffer(data, np.uint8))
-    assert after.num_tokens == 5 + 2 * 3
 
 
 @pytest.mark.parametrize("cut", [3, 20, 200])
