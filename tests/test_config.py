@@ -207,6 +207,7 @@ def test_missing_values_and_files_are_reported(tmp_path):
         ("ray.cpus_per_rank=0", "ray.cpus_per_rank: expected more than 0, found"),
         ("ray.cpus_per_replica=-1", "ray.cpus_per_replica: expected more than 0, found"),
         ("validation.temperature=-1", "validation.temperature: expected at least 0"),
+        ("validation.temperature=1e-6", "validation.temperature: expected at least 1e-05, found 1e-06"),
         ("validation.max_prompts=-5", "validation.max_prompts: expected at least 0"),
         ("data.max_prompt_tokens=-3", "data.max_prompt_tokens: expected at least 0"),
         ("data.epochs=-1", "data.epochs: expected at least 0"),

@@ -74,6 +74,8 @@ class World:
         self.last_sync_s = 0.0
         self.drained: list[str] = []  # replicas whose machine will be taken away
         self.unfit: dict[str, str] = {}  # reported until the replica is replaced
+        self.reporting = asyncio.Event()  # cleared: reports are late
+        self.reporting.set()
         self._joined: dict[str, Replica] = {}
         self.fleet = SimpleNamespace(sessions=self._joined)
         self.queue = RestartableClient(None, "queue", once=lambda handle, name: handle)
@@ -95,7 +97,9 @@ class World:
         )
 
     async def _unfit(self, silent_s):
-        return self.unfit
+        report = dict(self.unfit)
+        await self.reporting.wait()
+        return report
 
     async def _replace_queue(self, handle):
         self.log.append("replaced queue")
@@ -460,6 +464,20 @@ async def test_a_replica_that_answers_with_errors_is_replaced_as_a_dead_one_is(c
         await until(lambda: len(world.of("joined replica/1")) == 2)
     assert world.of("ended replica/1") == ["ended replica/1"]
     assert "supervision: replica/1 answers with errors (CUDA error: misaligned address); restarting it" in caplog.text
+
+
+async def test_a_late_report_of_a_replica_does_not_end_its_successor(monkeypatch):
+    monkeypatch.setattr("asyncrl.run.supervision.CHECK_EVERY_S", 0.01)
+    world = World()
+    async with started(world):
+        world.reporting.clear()
+        world.unfit = {"replica/1": "cannot be reached by its rollouter (it died)"}
+        await asyncio.sleep(0.05)  # the report is made
+        world.replicas["replica/1"].death.set()
+        await until(lambda: len(world.of("joined replica/1")) == 2)
+        world.reporting.set()
+        await asyncio.sleep(0.05)
+    assert world.of("ended replica/1") == []
 
 
 async def test_a_rank_that_fails_a_sync_counts_as_dead():

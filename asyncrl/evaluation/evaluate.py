@@ -72,7 +72,9 @@ def evaluate(config: Config, models: Sequence[Evaluated], out: Path) -> int:
     figures: dict[str, dict[str, Any]] = {}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        _write_figures(out, figures)
+        with (out / "figures.json").open("a") as file:  # keeps those of an earlier evaluation until there are new ones
+            if not file.tell():
+                file.write("{}\n")
     except OSError as e:
         raise ConfigError([f"--out: expected a folder to write to, found {out} ({e.strerror}); name another"]) from None
     status = 0

@@ -59,7 +59,7 @@ def _of_family(path: str | Path) -> dict[str, Any]:
     from transformers import AutoConfig  # takes seconds, which few checkpoints need
 
     try:
-        config = AutoConfig.from_pretrained(path).get_text_config()
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True).get_text_config()
     except Exception:  # of no family that it knows; it raises many types
         return {}
     return {

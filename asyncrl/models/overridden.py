@@ -58,7 +58,9 @@ def _merge_rope(text: dict[str, Any], overrides: Mapping[str, Any]) -> None:
         return
     if "type" in scaling:  # the older name of rope_type
         scaling = {"rope_type": scaling["type"], **scaling}
-    merged = {**rope, **scaling} if "rope_scaling" in overrides else dict(rope)
+    merged = dict(rope)
+    if "rope_scaling" in overrides:  # it replaces all of the earlier one
+        merged = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope} | scaling
     if "rope_theta" in overrides:
         merged["rope_theta"] = overrides["rope_theta"]
     elif theta is not None:

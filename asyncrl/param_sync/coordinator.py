@@ -78,6 +78,7 @@ class ParameterSyncCoordinator:
         await self._joined.wait()
 
     def joiners_seen(self) -> None:
+        """Those that wait for a sync until now need not be reported again."""
         self._joined.clear()
 
     def join(self, name: str, replica: ReplicaSession) -> None:

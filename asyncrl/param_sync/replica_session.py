@@ -68,10 +68,10 @@ class EngineSession(ReplicaSession):
         async def pause() -> int:
             if self._paused:
                 return 0
-            self._paused = True
+            self._paused = True  # also after an error: it may be paused, and its router has aborted what it had
             try:
                 return await self._engine.pause(mode, deadline_s)
-            except (TimeoutError, asyncio.CancelledError):  # taken back; after any other error it may be paused
+            except (TimeoutError, asyncio.CancelledError):  # taken back
                 self._paused = False
                 raise
 

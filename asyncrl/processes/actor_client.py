@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.observability.telemetry.log import LogConfig, configure_logging
 from asyncrl.processes.identity import Process
@@ -80,8 +80,6 @@ class ActorClient:
             if e.actor_init_failed:
                 raise ActorStartFailed(self.name, str(e).strip().splitlines()[-1].strip()) from None
             raise ActorDied(self.name) from None
-        except ObjectLostError:  # an answer is on its actor's machine until it is fetched
-            raise ActorDied(self.name, "its machine is gone, and a large answer with it") from None
 
 
 class RestartableClient(ActorClient):

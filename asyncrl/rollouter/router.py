@@ -17,7 +17,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -76,6 +76,13 @@ class _Observed:
 _NOTHING = (0.0,) * 5
 
 
+class _Lost(NamedTuple):
+    """Why a replica died, and when it was noticed."""
+
+    why: str
+    at_s: float
+
+
 @dataclasses.dataclass(eq=False)
 class _Replica:
     """A replica and its unsent calls. A lost one stays listed until it is replaced."""
@@ -90,7 +97,7 @@ class _Replica:
     outstanding_tokens: int = 0
     last_event_s: float = 0.0
     scheduling: Scheduling = Scheduling()  # as last sent
-    lost_s: float | None = None  # when it was lost
+    lost: _Lost | None = None
     task: asyncio.Task[None] | None = None
     observed: _Observed = dataclasses.field(default_factory=lambda: _Observed(now_s()))
     sums: Sequence[float] = _NOTHING  # of earlier ones, see `ENGINE`
@@ -174,7 +181,6 @@ class Router:
         self._group_deaths: Counter[str] = Counter()  # of replicas that served the group
         self._suspect: str | None = None  # the group that is served alone on its replica; other suspects wait
         self._retired: set[str] = set()
-        self.lost: dict[str, str] = {}  # replica → why it died, until it is replaced
         self._broken: dict[str, str] = {}  # replica → error of its engine, while its process lives
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -225,7 +231,7 @@ class Router:
         """Route to these replicas only, except lost and retired ones; requests on other replicas migrate to them."""
         self._check_known(names)
         known = [name for name in names if name not in self._retired]
-        self._routable = {name for name in known if self._replicas[name].lost_s is None}
+        self._routable = {name for name in known if self._replicas[name].lost is None}
         self._weigh()
         for name in self._routable:
             self._replicas[name].last_event_s = now_s()  # a sync may have kept it silent
@@ -234,9 +240,9 @@ class Router:
     def mark_lost(self, name: str, why: str) -> None:
         """Treat this replica as dead: its requests migrate."""
         self._check_known([name])
-        if (replica := self._replicas.get(name)) is None or replica.lost_s is not None:
+        if (replica := self._replicas.get(name)) is None or replica.lost is not None:
             return
-        replica.lost_s = now_s()
+        replica.lost = _Lost(why, now_s())
         self._routable.discard(name)
         groups = {active.request.group for active in self._assigned_to(replica)}
         self._group_deaths.update(
@@ -244,14 +250,12 @@ class Router:
         )
         if replica.task is not None and replica.task is not asyncio.current_task():
             replica.task.cancel()
-        self.lost[name] = why
         self._reroute()
 
     def replace(self, name: str, client: ReplicaClient) -> None:
         """Add a replica, or replace the one of this name. It serves nothing until `set_routable` names it."""
         if name in self._replicas:
             self.mark_lost(name, "replaced")
-            del self.lost[name]
             self._broken.pop(name, None)
         self._retired.discard(name)
         self._replicas[name] = _Replica(name, client)
@@ -266,7 +270,7 @@ class Router:
         self._weigh()
         unsent = {request.id for request in replica.requests}
         for active in self._assigned_to(replica):
-            if replica.lost_s is not None or active.id in unsent:
+            if replica.lost is not None or active.id in unsent:
                 self._migrate(active, abort=True)
             else:
                 replica.aborts.append(active.id)  # it ends with an event, which migrates it
@@ -278,23 +282,27 @@ class Router:
             self._migrate(active, abort=False)
         if replica.task is not None:
             replica.task.cancel()
-        for table in (self._replicas, self.lost, self._broken):
+        for table in (self._replicas, self._broken):
             table.pop(name, None)
 
     def unfit(self, silent_s: float | None) -> dict[str, str]:
         """Replicas that must be restarted though their process lives, and why: the engine raised, or with work it sent
         no event for ``silent_s`` (None: not checked), or it was lost here and nobody has replaced it."""
         found = {name: f"answers with errors ({error})" for name, error in self._broken.items()}
-        for name, why in self.lost.items():
-            lost_s = self._replicas[name].lost_s
-            if lost_s is not None and now_s() - lost_s > _REPLACED_S:
-                found.setdefault(name, f"cannot be reached by its rollouter ({why})")
+        for replica in self._replicas.values():
+            if replica.lost is not None and now_s() - replica.lost.at_s > _REPLACED_S:
+                found.setdefault(replica.name, f"cannot be reached by its rollouter ({replica.lost.why})")
         if silent_s is not None:
             for replica in (self._replicas[name] for name in sorted(self._routable)):
                 silence_s = now_s() - replica.last_event_s
                 if replica.assigned and silence_s > silent_s:
                     found[replica.name] = f"has work but produced no token for {silence_s:.0f} s"
         return found
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Why each replica died that has not been replaced."""
+        return {replica.name: replica.lost.why for replica in self._replicas.values() if replica.lost is not None}
 
     @property
     def outstanding_tokens(self) -> dict[str, int]:
@@ -400,9 +408,8 @@ class Router:
         """After a change of the routable replicas: migrate requests from the others, and assign waiting ones."""
         waiting, self._waiting = self._waiting, {}
         for replica in [r for r in self._replicas.values() if r.name not in self._routable]:
-            if replica.assigned and (
-                replica.lost_s is not None or replica.name not in self._retired
-            ):  # which reports them first
+            reports_first = replica.name in self._retired and replica.lost is None
+            if replica.assigned and not reports_first:
                 for active in self._assigned_to(replica):
                     self._migrate(active, abort=True)
         for active in waiting:

@@ -305,16 +305,18 @@ class Supervisor:
         raise Preempted(name, "Ray drains its machine")
 
     async def _fitness(self) -> None:
-        """Notice machines that are drained. Kill replicas that answer with errors, and outside of syncs those that have
-        work but produced no token for ``progress_s``."""
+        """Notice machines that are drained. Kill replicas that answer with errors or that their rollouter cannot reach,
+        and outside of syncs those that have work but produced no token for ``progress_s``."""
         progress_s = self._config.progress_s
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             for name in self._serving.intersection(self._cluster.draining()):
                 self._draining[name].set()
             in_sync = now_s() - self._membership.last_sync_s < progress_s
+            asked_of = {name: self._cluster.replicas[name] for name in self._serving}
             for name, why in (await self._cluster.rollouters.unfit(None if in_sync else progress_s)).items():
-                if name in self._serving:  # else its successor is starting
+                # else its successor is starting, or has started since
+                if name in self._serving and self._cluster.replicas[name] is asked_of.get(name):
                     self._ended[name] = why
                     await self._cluster.end(name, why)
 

@@ -73,7 +73,8 @@ class Sync(Protocol):
         """Wait until a replica needs a sync: one was restarted since the last session or `joiners_seen`, or one left
         and strands samples."""
 
-    def joiners_seen(self) -> None: ...
+    def joiners_seen(self) -> None:
+        """Those that wait for a sync until now need not be reported again."""
 
     def stranded(self) -> bool: ...
 

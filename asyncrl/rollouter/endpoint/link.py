@@ -112,7 +112,7 @@ Event = StartedCall | KnownCall | RestartedSession | EndedSession
 
 class CallError(NamedTuple):
     """Why a call has no answer. ``kind``: ``context``, the prompt does not fit; ``refused``, the engine cannot serve
-    this call; ``limit``, a limit of the sample ends it, with this ``finish``; ``failed``, the sample cannot be
+    its grammar; ``limit``, a limit of the sample ends it, with this ``finish``; ``failed``, the sample cannot be
     served."""
 
     kind: str

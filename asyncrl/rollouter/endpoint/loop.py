@@ -142,8 +142,8 @@ class _ServedCalls:
             else:
                 result = CallError("limit", str(e), e.finish)
         except Exception as e:
-            # a call that is never trained may be impossible by itself: its grammar cannot be compiled, say
-            if type(e) is not GenerationFailed or call.sampling is None:
+            # a call with a grammar, which is never trained, may be impossible by itself
+            if type(e) is not GenerationFailed or "grammar" not in (call.sampling or {}):
                 if not self._failed.done():
                     self._failed.set_exception(e)
                 return

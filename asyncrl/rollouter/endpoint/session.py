@@ -93,7 +93,7 @@ class AgentSession:
         self._equal_prompts: Counter[int] = Counter()  # calls by digest of their prompt
         self.ended: EndedSession | None = None
         self.refused_for_length = False
-        self._refused: dict[Grammar | None, str] = {}  # why the engine cannot serve a grammar
+        self._refused: dict[Grammar, str] = {}  # why the engine cannot serve a grammar
         self._accepts = True
 
     # -- calls of the agent ----------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class AgentSession:
             return
         result = finished.result
         if isinstance(result, CallError) and result.kind == "refused" and pending.sampling is not None:
-            self._refused[pending.sampling.get("grammar")] = result.message
+            self._refused[pending.sampling["grammar"]] = result.message
         if isinstance(result, Completion):
             try:
                 self._add(pending, result)

@@ -159,8 +159,8 @@ class Engine(Protocol):
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
         """Stop generating. ``abort``: every request ends with an ABORT event; ``keep``: requests stay; ``wait``: they
-        finish first. Returns how many requests were aborted, kept or waited for. At the deadline, or if cancelled,
-        the engine continues as before; raises TimeoutError."""
+        finish first. Returns how many requests were aborted, kept or waited for. Raises
+        TimeoutError at the deadline; then, and if it is cancelled, the engine continues as before."""
         ...
 
     async def resume(self, version: PolicyVersion) -> None:
@@ -244,6 +244,9 @@ class EngineSpec(Protocol):
     def problems(self, config: Config) -> Iterator[str]:
         """One line for each option that does not fit this engine; each begins with the option's key. This base checks
         the attributes; engines with further limits add their own lines."""
+        for key, section in (("rollout", config.rollout), ("validation", config.validation)):
+            if 0 < section.temperature < LEAST_TEMPERATURE:
+                yield f"{key}.temperature: expected at least {LEAST_TEMPERATURE:g}, found {section.temperature:g}"
         engine, sync = config.rollout.engine, config.param_sync
         name, pause = engine.name, derive(config).pause
         if (pause, sync.kv) not in self.pause_kv:

@@ -38,8 +38,8 @@ class Grammars:
     def matcher(self, grammar: Grammar, stop_token_ids: Sequence[int]) -> Matcher:
         """For a new answer. Raises GrammarError."""
         compiled = self._compiled(grammar)
-        if isinstance(compiled, GrammarError):
-            raise compiled
+        if isinstance(compiled, str):
+            raise GrammarError(compiled)
         return Matcher(compiled.deep_copy(), self._tokens.eos_token, stop_token_ids, self._vocabulary)
 
     @functools.cached_property
@@ -49,15 +49,15 @@ class Grammars:
         return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary)
 
     def _compile(self, grammar: Grammar) -> Any:
-        """Returns a GrammarError, so that it is kept as well: other samples may ask for the same."""
+        """A refusal is a text, which is kept as well: other samples may ask for the same."""
         try:
             from llguidance import LLMatcher
 
             compiled = LLMatcher(self._tokens, _own_form(grammar), log_level=0)
         except Exception as e:  # parsers and tokenizers raise many types
-            return GrammarError(f"the grammar ({grammar.kind}) is refused: {e}")
+            return f"the grammar ({grammar.kind}) is refused: {e}"
         if compiled.is_error():
-            return GrammarError(f"the grammar ({grammar.kind}) is refused: {compiled.get_error()}")
+            return f"the grammar ({grammar.kind}) is refused: {compiled.get_error()}"
         return compiled
 
 

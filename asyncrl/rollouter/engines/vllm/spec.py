@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
-from asyncrl.rollouter.engines.base import Engine
+from asyncrl.rollouter.engines.base import LEAST_TEMPERATURE, Engine
 from asyncrl.rollouter.engines.streaming_spec import StreamingSpec
 from asyncrl.rollouter.engines.vllm.release import DISTRIBUTIONS
 
@@ -80,7 +80,7 @@ class VLLMSpec(StreamingSpec):
             ("validation.temperature", config.validation.temperature),
         ):
             lowest, highest = _TEMPERATURES
-            if temperature and not lowest <= temperature <= highest:
+            if temperature >= LEAST_TEMPERATURE and not lowest <= temperature <= highest:
                 yield f"{key}: vllm samples at temperatures from {lowest} to {highest}, found {temperature:g}"
         if config.mtp.enable_rollout and config.validation.min_p:
             yield f"validation.min_p: vllm offers none with mtp.enable_rollout; found {config.validation.min_p:g}"
