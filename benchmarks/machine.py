@@ -3,6 +3,7 @@ memory and, where they are threads of one core, the arithmetic units. No schedul
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import statistics
 import time
@@ -61,4 +62,4 @@ def together_over_alone() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print({work: round(value, 3) for work, value in together_over_alone().items()})
+    print(json.dumps({work: round(value, 3) for work, value in together_over_alone().items()}))

@@ -148,11 +148,11 @@ class Rolling:
     async def retire_before(self, version):
         self.log.append(f"retired before {version}")
 
-    async def _sync(self, version, on_sent):
+    async def _sync(self, version, sent):
         await self.sent.wait()
         if self.failure is not None:
             raise self.failure
-        on_sent()
+        sent.set()
         await self.synced.wait()
         if self.failure is not None:
             raise self.failure

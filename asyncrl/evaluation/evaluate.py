@@ -26,6 +26,8 @@ from asyncrl.run.checks import check
 from asyncrl.run.environments import interpreter
 from asyncrl.types.samples import Sample
 
+FIGURES = "figures.json"  #: in the folder for results
+
 
 def plan(
     paths: Sequence[Path], config_file: str | None, out: Path | None, overrides: Sequence[str]
@@ -72,7 +74,7 @@ def evaluate(config: Config, models: Sequence[Evaluated], out: Path) -> int:
     figures: dict[str, dict[str, Any]] = {}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with (out / "figures.json").open("a") as file:  # keeps those of an earlier evaluation until there are new ones
+        with (out / FIGURES).open("a") as file:  # keeps those of an earlier evaluation until there are new ones
             if not file.tell():
                 file.write("{}\n")
     except OSError as e:
@@ -127,7 +129,7 @@ def _print_rows(rows: Mapping[str, Mapping[str, Estimate]], head: bool) -> None:
 
 
 def _write_figures(out: Path, figures: Mapping[str, Any]) -> None:
-    (out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
+    (out / FIGURES).write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def _figures(values: Mapping[str, Estimate]) -> dict[str, float | None]:

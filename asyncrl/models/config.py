@@ -53,6 +53,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return raw
 
 
+def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """``raw`` with its text part, if it has one, merged in."""
+    return {**raw, **(raw.get("text_config") or {})}
+
+
 def _of_family(path: str | Path) -> dict[str, Any]:
     """Sizes of the checkpoint's decoder as transformers knows them, whose families have names and defaults of their
     own."""
@@ -108,7 +113,7 @@ class ModelConfig:
         """Read ``path/config.json``. Raises CheckpointError naming missing or malformed fields and unsupported
         settings."""
         raw, where = read_config(path), str(Path(path) / "config.json")
-        if cls is ModelConfig and not {**raw, **(raw.get("text_config") or {})}.keys() >= _NEEDED:
+        if cls is ModelConfig and not _text(raw).keys() >= _NEEDED:
             return cls.from_dict(raw, where, _of_family(path))
         return cls.from_dict(raw, where)
 
@@ -116,7 +121,7 @@ class ModelConfig:
     def from_dict(cls, raw: dict[str, Any], where: str = "config", defaults: Mapping[str, Any] | None = None) -> Self:
         """``defaults``: of fields that ``raw`` lacks."""
         try:
-            return cls(**cls._read(raw, {**(defaults or {}), **raw, **(raw.get("text_config") or {})}, where))
+            return cls(**cls._read(raw, {**(defaults or {}), **_text(raw)}, where))
         except KeyError as e:
             raise CheckpointError(f"{where}: field {e} is missing") from None
         except CheckpointError:

@@ -37,9 +37,9 @@ class SyncedEngine(Protocol):
 class EngineSession(ReplicaSession):
     """The replica's side in the replica's own process.
 
-    All methods are coroutines of the engine's event loop. A phase goes to its end even if its caller gives up; whoever
-    leaves the session waits for it. An evicted replica is no longer called: its connection breaks, its weights may
-    match no version, it stays paused, and the next session's ``plan`` starts over.
+    All methods are coroutines of the engine's event loop. A phase goes to its end even if its caller gives up, and
+    `abort` and the next ``plan`` wait for that. An evicted replica is no longer called: its connection breaks, its
+    weights may match no version, it stays paused, and the next session's ``plan`` starts over.
     """
 
     def __init__(self, name: str, engine: SyncedEngine, receiver: WeightReceiver) -> None:

@@ -102,31 +102,25 @@ class Publisher:
         """Cancel a running change-over."""
         await self._rolling.cancel()
 
-    async def _synced(self, version: PolicyVersion, on_sent: Callable[[], None] | None = None) -> bool:
+    async def _synced(self, version: PolicyVersion, sent: asyncio.Event | None = None) -> bool:
         """Sync the version; False if stopped while no replica is alive. A session that failed because no replica was
-        left is repeated once there is one: weights and version have not changed. But after ``on_sent`` the ranks train
-        on: returns False then, and the first replica that joins gets what they hold, see `_rejoin`."""
-        training = False
-
-        def sent() -> None:
-            nonlocal training
-            if on_sent is not None:
-                training = True
-                on_sent()
-
+        left is repeated once there is one: weights and version have not changed. But with ``sent``, which is set when
+        the weights have left the ranks, these train on from then: returns False, and the first replica that joins gets
+        what they hold, see `_rejoin`."""
+        on_sent = sent.set if sent is not None else lambda: None
         while True:
             try:
-                self._sync_metrics = metrics = await self._sync(version, sent)
+                self._sync_metrics = metrics = await self._sync(version, on_sent)
             except SyncError as e:
                 if e.who != ALL_REPLICAS or await self._ranks.lost(e) is not None:
                     raise
-                log.warning("%s; it is repeated with new replicas", e)
+                log.warning("%s; replicas that join are synced anew", e)
             else:
                 log.debug("version %s is served", version, extra=dict(metrics))
                 self._served_version = version
                 return True
             await self._sync.renew()
-            if training:
+            if sent is not None and sent.is_set():
                 return False
             await first_of(self._sync.someone_to_join(), self._state.stopping.wait())
             if self._state.stopping.is_set():

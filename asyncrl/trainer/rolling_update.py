@@ -15,13 +15,13 @@ class RollingUpdate:
     """At most one change-over at a time. Until every replica serves the version, groups count as started under the
     previous one.
 
-    ``sync(version, on_sent)`` moves the replicas, calls ``on_sent`` when the weights have left the ranks, and returns
-    False if stopped. ``served(progress)`` is awaited when all replicas serve the version."""
+    ``sync(version, sent)`` moves the replicas, sets ``sent`` when the weights have left the ranks, and returns False if
+    not all of them serve the version. ``served(progress)`` is awaited when all replicas serve the version."""
 
     def __init__(
         self,
         queue: QueueClient,
-        sync: Callable[[PolicyVersion, Callable[[], None]], Awaitable[bool]],
+        sync: Callable[[PolicyVersion, asyncio.Event], Awaitable[bool]],
         served: Callable[[Progress], Awaitable[None]],
     ) -> None:
         self._queue, self._sync, self._served = queue, sync, served
@@ -54,7 +54,7 @@ class RollingUpdate:
     async def _change_over(self, progress: Progress, sent: asyncio.Event) -> None:
         version = progress.version
         weights_sent = asyncio.Event()
-        syncing = asyncio.ensure_future(self._sync(version, weights_sent.set))
+        syncing = asyncio.ensure_future(self._sync(version, weights_sent))
         try:
             await first_of(weights_sent.wait(), beside=syncing)
             if weights_sent.is_set():

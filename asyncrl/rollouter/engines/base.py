@@ -159,8 +159,8 @@ class Engine(Protocol):
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
         """Stop generating. ``abort``: every request ends with an ABORT event; ``keep``: requests stay; ``wait``: they
-        finish first. Returns how many requests were aborted, kept or waited for. Raises
-        TimeoutError at the deadline; then, and if it is cancelled, the engine continues as before."""
+        finish first. Returns how many requests were aborted, kept or waited for. Raises TimeoutError at the
+        deadline; then, and if it is cancelled, the engine continues as before."""
         ...
 
     async def resume(self, version: PolicyVersion) -> None:
