@@ -424,7 +424,7 @@ async def test_waiting_lets_samples_finish_and_holds_later_ones_back(replica, in
     await replica.sync(initial)
     await replica.engine.submit([request("first", PROMPT, 120)])
     syncing = asyncio.create_task(replica.sync(changed(initial, 51), pause="wait"))
-    while replica.session._done != "pause (not finished)" and not syncing.done():
+    while not replica.session._paused and not syncing.done():  # then the engine was asked
         await asyncio.sleep(0.001)
     await replica.engine.submit([request("later", PROMPT, 4)])
     answers = await replica.collect({"first", "later"})
