@@ -484,6 +484,26 @@ async def test_prompts_that_do_not_fit_are_dropped_and_counted(inputs):
         assert s.recorder.drain().counters["rollout/failed_samples/prompt_too_long"] == 16
 
 
+async def test_a_prompt_that_the_chat_template_refuses_fails_and_the_others_go_on(inputs, tmp_path, caplog):
+    rows = [
+        {"prompt": [{"role": role, "content": f"Compute {i}+1"}], "answer": str(i + 1)}
+        for i, role in enumerate(("user", "narrator", "user"))
+    ]
+    (tmp_path / "roles.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = (f"data.train_files=[{tmp_path / 'roles.jsonl'}]", "data.epochs=1", "async_training.staleness_threshold=50")
+    system = System(inputs, lambda p, i: fine(float(i)), *more, "validation.samples=2")
+    refuses = "{% if messages[0].role == 'narrator' %}{{ raise_exception('no narrators') }}{% endif %}"
+    system.tokenizer.hf.chat_template = refuses + system.tokenizer.hf.chat_template
+    async with system:
+        await asyncio.wait_for(system.tasks[1], 60)
+        assert len(await system.groups(2)) == 2
+        assert (await system.queue.stats())["fully_async/dropped/prompt_refused"] == 1
+        assert system.recorder.drain().counters["rollout/failed_samples/prompt_refused"] == 4
+        values = await asyncio.wait_for(system.validation.run(system.prompts), 60)
+        assert (values["validation/samples"], values["validation/failed"]) == (4, 2)
+    assert caplog.text.count("prompt roles:1 cannot be encoded (TemplateError: no narrators)") == 1
+
+
 async def test_when_the_prompts_end_all_finished_groups_are_delivered(inputs):
     more = ("data.epochs=1", "async_training.staleness_threshold=50")
     async with System(inputs, lambda p, i: fine(float(i)), *more) as system:

@@ -30,7 +30,7 @@ from asyncrl.rollouter.drops import DropPolicy
 from asyncrl.rollouter.in_flight import InFlightGroup, SnapshotStore, Snapshotter, recovered_samples
 from asyncrl.rollouter.limiter import GroupPlaces, InFlightLimiter
 from asyncrl.rollouter.partial import PartialSample
-from asyncrl.rollouter.samples import FailedSample, GroupTask, SampleMaker
+from asyncrl.rollouter.samples import FailedSample, GroupTask, PromptTokens, SampleMaker
 from asyncrl.rollouter.sampling import training_sampling
 from asyncrl.rollouter.sources import SourceCounts
 from asyncrl.sample_queue.messages import POISON, Admitted, Drop, InFlight, Recovery, Refusal, Ticket
@@ -234,8 +234,8 @@ class RolloutLoop:
 
     async def _roll_out(self, prompt: Prompt, group: InFlightGroup) -> None:
         """Roll out one group until the queue accepts or drops it; a refused one is sampled again."""
-        tokens = self._maker.tokenizer.encode(prompt)
-        while (refusal := await self._attempt(prompt, tokens, group)) is not None:
+        encoded = self._maker.encode(prompt)
+        while (refusal := await self._attempt(prompt, encoded, group)) is not None:
             self._recorder.count(f"rollout/refused_groups/{refusal.reason}")
             if refusal.attempt is None:
                 self._prompts.ended(prompt.uid, None)
@@ -252,10 +252,10 @@ class RolloutLoop:
             group.restart(refusal.attempt)
             group.places = GroupPlaces(self.limiter, len(group.samples))
 
-    async def _attempt(self, prompt: Prompt, tokens: np.ndarray, group: InFlightGroup) -> Refusal | None:
+    async def _attempt(self, prompt: Prompt, encoded: PromptTokens, group: InFlightGroup) -> Refusal | None:
         """Returns the queue's refusal; None if the group was accepted or dropped."""
-        times = {"issued_s": now_s()}
-        made = await self._sample(prompt, tokens, group)
+        times, tokens = {"issued_s": now_s()}, encoded.tokens
+        made = await self._sample(prompt, encoded, group)
         times["generated_s"] = now_s()
         intact = self._maker.decodable(made) and _finite(made)
         if intact:  # otherwise the queue refuses the group, whatever its rewards
@@ -289,14 +289,15 @@ class RolloutLoop:
             self._drop_policy.accepted()
         return refusal
 
-    async def _sample(self, prompt: Prompt, tokens: np.ndarray, group: InFlightGroup) -> list[Sample | FailedSample]:
+    async def _sample(self, prompt: Prompt, encoded: PromptTokens, group: InFlightGroup) -> list[Sample | FailedSample]:
         task = GroupTask(
             prompt,
-            tokens,
+            encoded.tokens,
             self._sampling,
             name=f"{prompt.uid}/{next(_GROUP_NUMBERS)}",  # replicas may still hold an earlier loop's requests
             key=prompt.uid,
             one_version=not self._config.async_training.partial_rollout,
+            refused=encoded.refused,
         )
         made = await self._maker.make(task, group.samples, group.places)
         return [_without_untrained(s) for s in made]

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -54,9 +54,16 @@ class FailedSample:
     sampled: Sequence[np.ndarray] = ()
 
 
+class PromptTokens(NamedTuple):
+    """int32 [P]; none of a prompt that cannot be encoded, for the reason ``refused``."""
+
+    tokens: np.ndarray
+    refused: str = ""
+
+
 @dataclass(frozen=True)
 class GroupTask:
-    """Shared inputs of a group's samples.
+    """Shared inputs of a group's samples, which all fail if the prompt is ``refused``.
 
     ``name`` prefixes the ids of its requests and is unique among groups in flight; ``key`` seeds its random numbers.
     With ``one_version`` a call of ``generate`` starts again rather than mix tokens of two policy versions."""
@@ -68,10 +75,11 @@ class GroupTask:
     key: str
     one_version: bool
     priority: int = 0
+    refused: str = ""
 
 
 class SampleMaker:
-    """Shared by training and validation: `make` a group's samples, then `score` them."""
+    """Shared by training and validation: `encode` a prompt, `make` its group's samples, then `score` them."""
 
     def __init__(
         self,
@@ -93,10 +101,23 @@ class SampleMaker:
         self._metrics: set[str] = set()  # names
         self._reported: set[str] = set()  # kinds of agent errors, and of what else is reported once
 
+    def encode(self, prompt: Prompt) -> PromptTokens:
+        """Logs the first prompt that is refused; `rollout/failed_samples/prompt_refused` counts the samples of all."""
+        try:
+            return PromptTokens(self.tokenizer.encode(prompt))
+        except Exception as e:  # of the chat template, which may raise anything
+            refused = f"prompt {prompt.prompt_id} cannot be encoded ({type(e).__name__}: {e})"
+            if "prompt_refused" not in self._reported:
+                self._reported.add("prompt_refused")
+                log.warning("%s: its samples fail; further such prompts are counted", refused)
+            return PromptTokens(np.empty(0, np.int32), refused)
+
     async def make(
         self, task: GroupTask, partials: Sequence[PartialSample], places: GroupPlaces | None = None
     ) -> list[Sample | FailedSample]:
         """Complete each partial sample. ``places`` are given back as samples wait for their agent loops, and end."""
+        if task.refused:
+            return [FailedSample("prompt_refused", task.refused)] * len(partials)
         if len(task.tokens) > self._max_prompt_tokens:
             message = (
                 f"prompt of {len(task.tokens)} tokens, at most {self._max_prompt_tokens} leave room for the response"

@@ -57,14 +57,16 @@ class Validation:
         )
 
     async def _answer(self, prompt: Prompt, number: int) -> list[Sample | FailedSample]:
+        encoded = self._maker.encode(prompt)
         task = GroupTask(
             prompt,
-            self._maker.tokenizer.encode(prompt),
+            encoded.tokens,
             self._sampling,
             name=f"validation/{number}/{prompt.uid}",
             key=f"validation/{prompt.uid}",
             one_version=False,  # while syncs wait there is only one; one that a sync has passed must come to its end
             priority=1,
+            refused=encoded.refused,
         )
         made = await self._maker.make(task, [PartialSample() for _ in range(self._config.samples)])
         return await self._maker.score(prompt, made)  # one call per prompt, since reward.timeout_s is per group
