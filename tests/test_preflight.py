@@ -4,20 +4,27 @@ import importlib.util
 import json
 import shutil
 import sys
+from datetime import datetime
+from decimal import Decimal
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from asyncrl.config.load import ConfigError, load_config
+from asyncrl.config.schema import DataConfig
+from asyncrl.data.prompts import load_prompts
 from asyncrl.models.checkpoint import is_draft, read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.rollouter.engines.native.kv import KVCache
 from asyncrl.run.cluster import Cluster
 from asyncrl.run.machine import local_memory_bytes
 from asyncrl.run.placement_plan import PlacementError
-from asyncrl.run.preflight import kv_cache_bytes, preflight
+from asyncrl.run.preflight import kv_cache_bytes, preflight, prompts_fingerprint
+from asyncrl.types.prompts import Prompt
 from tests.support.tiny import overrides
 
 
@@ -30,6 +37,29 @@ def problems(inputs, *more, cpus=4):
 def test_a_run_that_fits_passes(inputs):
     found = preflight(load_config(None, overrides(inputs, inputs / "run")), cpus=4)
     assert (found.context_tokens, found.max_prompt_tokens) == (64, 40)
+
+
+def test_a_fingerprint_of_prompts_holds_all_columns(tmp_path):
+    tests = {"stdin": b"1 2", "at": datetime(2026, 1, 2, 3), "weight": Decimal("0.5")}
+    row = {"prompt": [{"role": "user", "content": "Add.", "seen": datetime(2026, 1, 2)}], "answer": "3"}
+    row |= {"data_source": "sums", "level": 1, "tests": tests}
+
+    def of(row):
+        parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+        return prompts_fingerprint(load_prompts([tmp_path / "rows.parquet"], DataConfig()))
+
+    assert of(row) == of(dict(reversed(row.items())))
+    others = [{"answer": "4"}, {"data_source": "more"}, {"level": 2}]
+    others += [{"tests": tests | changed} for changed in ({"stdin": b"2 2"}, {"at": datetime(2026, 1, 2, 4)})]
+    assert len({of(row), *(of(row | changed) for changed in others)}) == 6
+
+
+def test_a_fingerprint_of_prompts_does_not_depend_on_the_process():
+    """Data sources may give any objects."""
+    first, second = (
+        Prompt("u", "p", (), "1", extra={"item": {"seen": {"a", "b"}, (1, 2): 3, "state": object()}}) for _ in range(2)
+    )
+    assert prompts_fingerprint([first]) == prompts_fingerprint([second])
 
 
 def test_parallelism_that_does_not_divide_the_model_is_refused_for_megatron(inputs):

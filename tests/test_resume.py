@@ -187,6 +187,17 @@ def test_other_prompts_in_the_same_file_are_refused(inputs, folder, capfd):
     assert "found 24 prompts" in output
 
 
+def test_another_column_of_the_same_prompts_is_refused(inputs, folder, capfd):
+    file = inputs / "train.jsonl"
+    before = file.read_text()
+    file.write_text("".join(json.dumps(json.loads(row) | {"level": 1}) + "\n" for row in before.splitlines()))
+    try:
+        output = refused(inputs, folder, capfd)
+    finally:
+        file.write_text(before)
+    assert output.count("25 prompts") == 2
+
+
 @pytest.mark.faults
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(inputs, begin, folder):
     shard = max((folder / "checkpoints/step_000006/state").glob("*.bin"))

@@ -33,7 +33,7 @@ from asyncrl.rollouter.actors import (
 from asyncrl.run.environments import interpreter
 from asyncrl.run.placement import Placement, joins_a_cluster
 from asyncrl.run.placement_plan import PlacementError, make_plan, pools
-from asyncrl.run.preflight import Preflight, memory_problem
+from asyncrl.run.preflight import FINGERPRINT, Preflight, memory_problem
 from asyncrl.run.rollouters import RollouterClient, Rollouters, shard_names
 from asyncrl.run.run_folder import RunFolder
 from asyncrl.sample_queue.actor import SampleQueueActor
@@ -279,7 +279,7 @@ class Cluster:
             self._config.rollout.max_attempts,
             self._config.rollout.shards,
             self._epoch,
-            {"prompts": self._preflight.prompts_fingerprint},
+            {FINGERPRINT: self._preflight.prompts_fingerprint},
         )
 
     def _make_rollouter(self, shard: int, name: str) -> ActorClient:

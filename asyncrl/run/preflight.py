@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -38,6 +41,8 @@ from asyncrl.sandbox.service import sandbox_problem
 from asyncrl.trainer.backends.base import BACKENDS
 from asyncrl.types.prompts import Prompt
 
+#: key of the prompts' fingerprint in the ledger; ledgers without it are of versions with another fingerprint
+FINGERPRINT = "prompt_rows"
 MEMORY_SHARE = 0.8  # of the machine's memory may be KV cache; weights, optimizer and Ray need the rest
 
 
@@ -46,7 +51,7 @@ class Preflight:
     """Figures derived from config, model and data.
 
     ``context_tokens``: maximum of prompt and response together; ``max_prompt_tokens``: of the prompt alone.
-    ``prompts_fingerprint``: equal for the same training prompts in the same order."""
+    ``prompts_fingerprint``: equal for the same training prompts, with all their columns, in the same order."""
 
     derived: Derived
     model: ModelConfig
@@ -142,8 +147,15 @@ def with_overridden_model(config: Config) -> Config:
 def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
     digest = xxhash.xxh3_64()
     for prompt in prompts:
-        digest.update(json.dumps([prompt.prompt_id, prompt.text, prompt.messages, prompt.answer]).encode())
+        row = [prompt.prompt_id, prompt.text, prompt.messages, prompt.answer, prompt.data_source]
+        digest.update(json.dumps([*row, sorted(prompt.extra.items())], default=_json, skipkeys=True).encode())
     return f"{len(prompts)} prompts, {digest.hexdigest()}"
+
+
+def _json(value: Any) -> str:
+    """For a value that JSON has no form of: those of Parquet files, and objects of data sources, whose text may differ
+    from process to process."""
+    return repr(value) if isinstance(value, bytes | date | time | timedelta | Decimal) else type(value).__name__
 
 
 def kv_cache_bytes(model: ModelConfig, slots: int, context_tokens: int, dtype: str, draft: bool = False) -> int:

@@ -25,7 +25,7 @@ from asyncrl.observability.run_profile import FILE as PROFILE
 from asyncrl.observability.telemetry.log import LOGS, LogConfig
 from asyncrl.run.driver_epoch import FOLDER as DRIVERS
 from asyncrl.run.driver_epoch import DriverEpoch, InUse, wait_for_previous
-from asyncrl.run.preflight import Preflight
+from asyncrl.run.preflight import FINGERPRINT, Preflight
 from asyncrl.run.resume import ResumePoint, resume_point, valid_checkpoints
 from asyncrl.run.shutdown import Shutdown
 from asyncrl.sample_queue.journal import newest_copy
@@ -236,14 +236,16 @@ class RunFolder:
             rename(partial, self.journal)
 
     def _check_prompts(self, point: ResumePoint, fingerprint: str) -> None:
-        """Raises ConfigError if the prompts differ from those of the earlier run, whose order could not continue."""
+        """Raises ConfigError if the prompts differ from those of the earlier run: neither their order nor their rewards
+        would go on as they were."""
         if point.journal is None:
             return  # killed before it began
         with reading(point.journal / LEDGER) as db:
-            before = read_meta(db).get("prompts", fingerprint)
+            before = read_meta(db).get(FINGERPRINT, fingerprint)
         if before != fingerprint:
             key = "source" if self._config.data.source else "train_files"
-            raise ConfigError([f"data.{key}: the run to resume has {before}; found {fingerprint}"])
+            problem = f"data.{key}: the run to resume has {before}; found {fingerprint}"
+            raise ConfigError([f"{problem}; resume with the same rows, in all their columns"])
 
     def _check_skipped(self, point: ResumePoint, uids: Sequence[str]) -> None:
         """Raises ConfigError for a group that cannot be dropped any more, or was never issued."""
