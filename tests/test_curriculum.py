@@ -19,7 +19,7 @@ from asyncrl.sample_queue.journal import Journal
 from asyncrl.simulation.records import InMemoryRecords
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.versions import PolicyVersion
-from tests.support.rollout import System, fine
+from tests.support.rollout import System, broken, fine
 
 LEVELS = ("easy", "hard", "medium")
 
@@ -75,7 +75,7 @@ def test_the_last_groups_count_and_only_those_of_earlier_versions():
     assert curriculum.success(1) == [0.25, None]
     assert curriculum.success(2) == [0.25, None]
     curriculum.ended("open", None)
-    assert curriculum.success(2) == [0.25, None]
+    assert curriculum.success(2) == [0.25, 0.0]
 
 
 def test_a_group_that_is_sampled_again_counts_as_it_ended_last():
@@ -85,7 +85,17 @@ def test_a_group_that_is_sampled_again_counts_as_it_ended_last():
         curriculum.ended(uid, 1.0)
     curriculum.ended("again", 0.5)
     curriculum.ended("poison", None)
-    assert curriculum.success(1) == [0.75]
+    assert curriculum.success(1) == [0.5]
+
+
+def test_a_class_whose_groups_end_without_samples_keeps_the_floor_and_takes_no_room():
+    curriculum = Curriculum([1.0, 1.0], seed=0, window=2, floor=0.1)
+    for place in range(50):
+        curriculum.issued(str(place), 0, place)
+        curriculum.ended(str(place), None)
+        curriculum.draw(place + 1)
+    assert curriculum.weights(50).tolist() == [0.1, 1.0]
+    assert len(curriculum._groups[0]) == 2
 
 
 def test_each_class_has_epochs_of_its_own():
@@ -104,7 +114,7 @@ def test_with_data_sources_as_classes_the_mixture_weighs():
 
 @given(
     seed=st.integers(0, 3),
-    ends=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0.0, 0.25, 0.5, 1.0])), min_size=1, max_size=40),
+    ends=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([None, 0.0, 0.25, 0.5, 1.0])), min_size=1, max_size=40),
     cut=st.integers(0, 39),
 )
 def test_an_order_rebuilt_from_the_run_s_groups_draws_what_the_first_would_have_drawn(seed, ends, cut):
@@ -118,7 +128,7 @@ def test_an_order_rebuilt_from_the_run_s_groups_draws_what_the_first_would_have_
         waiting.append((i + late, prompt.uid, value))
         for _, uid, ended in [entry for entry in waiting if entry[0] <= i]:
             order.ended(uid, ended)
-            success[uid] = ended
+            success[uid] = ended or 0.0  # as the ledger has it
         waiting = [entry for entry in waiting if entry[0] > i]
         if i == min(cut, len(ends) - 1):
             break
@@ -162,7 +172,12 @@ def judge(prompt, i):
     return fine(1.0 if prompt.extra["level"] == "easy" else float(i % 2))
 
 
-def system(inputs, folder, records, version=FIRST) -> System:
+def without_hard_ones(prompt, i):
+    """Their samples have no rewards, so that their groups end without samples."""
+    return broken("reward_error") if prompt.extra["level"] == "hard" else judge(prompt, i)
+
+
+def system(inputs, folder, records, version=FIRST, judge=judge) -> System:
     rows = [
         {"prompt": [{"role": "user", "content": f"Compute {i}+1"}], "answer": str(i + 1), "level": LEVELS[i % 3]}
         for i in range(30)
@@ -187,17 +202,19 @@ async def steps(of: System, first: int, last: int) -> list[list[str]]:
     return found
 
 
-async def test_at_staleness_0_a_run_issues_the_same_groups_again_also_over_a_death(inputs, tmp_path):
-    async with system(inputs, tmp_path, InMemoryRecords()) as whole:
+@pytest.mark.parametrize(("judge", "successes"), [(judge, {0.5, 1.0}), (without_hard_ones, {0.0, 0.5, 1.0})])
+async def test_at_staleness_0_a_run_issues_the_same_groups_again_also_over_a_death(inputs, tmp_path, judge, successes):
+    async with system(inputs, tmp_path, InMemoryRecords(), judge=judge) as whole:
         expected = await steps(whole, 1, 6)
         assert (await whole.queue.stats())["fully_async/dropped/zero_variance"] > 0
     records = Journal(tmp_path / "run")
-    async with system(inputs, tmp_path, records) as first:
+    async with system(inputs, tmp_path, records, judge=judge) as first:
         found = await steps(first, 1, 3)
-    async with system(inputs, tmp_path, records, PolicyVersion(0, 3)) as second:
+    async with system(inputs, tmp_path, records, PolicyVersion(0, 3), judge) as second:
         found += await steps(second, 4, 6)
     assert found == expected
-    assert {success for *_, success in records.history()} >= {0.5, 1.0}  # of groups that were trained, and dropped
+    # of groups that were trained, and dropped
+    assert {success for *_, success in records.history()} - {None} == successes
     await records.close()
 
 

@@ -1,6 +1,7 @@
 """Curriculum: classes of prompts come as often as they teach.
 
-The weight of a class with success p, the mean over its last ``window`` groups that have ended, is::
+The weight of a class with success p, the mean over its last ``window`` groups that have ended (0 for one that ended
+without samples), is::
 
     floor + (1 − floor) · 4 p (1 − p),    1 without any
 
@@ -49,11 +50,12 @@ class Curriculum:
         self._drawn += 1
 
     def ended(self, uid: str, success: float | None) -> None:
-        """``success``: share of the group's samples that succeeded; None if it has none. A group that is sampled again
-        ends again, and the last time counts."""
+        """``success``: share of the group's samples that succeeded; None if it has none, which counts as 0: else a
+        class that cannot be sampled would come most. A group that is sampled again ends again, and the last time
+        counts."""
         for groups in self._groups:
             if uid in groups:
-                groups[uid].success = success
+                groups[uid].success = success or 0.0
 
     def success(self, version: int) -> list[float | None]:
         """Of each class, as a draw under ``version`` sees it."""

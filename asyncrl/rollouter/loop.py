@@ -224,6 +224,7 @@ class RolloutLoop:
         """Cancel groups that the queue has dropped. The queue ignores one that finishes at the same time."""
         while uids := await self._queue.overdue():
             for uid in uids:
+                self._prompts.ended(uid, None)
                 group, upcoming = self.in_flight.get(uid), self._upcoming.pop(uid, None)
                 if group is not None and group.task is not None:
                     group.task.cancel()

@@ -217,7 +217,9 @@ def recover(db: sqlite3.Connection) -> Recovered:
 
 def history(db: sqlite3.Connection) -> list[Issued]:
     """All groups of the run, in the order of issue."""
-    return list(map(Issued._make, db.execute("SELECT uid, number, success FROM groups ORDER BY seq")))
+    success = "CASE WHEN state = ? THEN COALESCE(success, 0.0) ELSE success END"
+    found = db.execute(f"SELECT uid, number, {success} FROM groups ORDER BY seq", (DROPPED,))
+    return list(map(Issued._make, found))
 
 
 def payload_locations(db: sqlite3.Connection) -> dict[str, RecordLocation]:

@@ -82,7 +82,7 @@ class Drop(NamedTuple):
 
 class Issued(NamedTuple):
     """A group of the run, in any state. ``number``: of the version under which it was issued; ``success``: None until
-    it ends, or if it ends without samples."""
+    it ends, 0 if it ends without samples."""
 
     uid: str
     number: int

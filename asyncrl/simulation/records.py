@@ -89,7 +89,8 @@ class InMemoryRecords:
 
     def history(self) -> list[Issued]:
         groups = sorted(self.groups.values(), key=lambda group: group.seq)
-        return [Issued(group.uid, group.number, group.success) for group in groups]
+        success = lambda group: group.success or 0.0 if group.state == DROPPED else group.success
+        return [Issued(group.uid, group.number, success(group)) for group in groups]
 
     def states(self, uids: Sequence[str]) -> dict[str, str]:
         return {uid: self.groups[uid].state for uid in uids if uid in self.groups}
