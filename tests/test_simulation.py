@@ -186,6 +186,63 @@ def test_an_aborted_request_has_the_tokens_that_it_had_time_for_and_continues_fr
     assert (first[0] + rest[0], rest[2]) == (100, FinishReason.STOP)
 
 
+def test_aborted_requests_are_reported_in_the_order_in_which_they_came():
+    async def work():
+        engine = SimulatedEngine(profile(100), slots=1)
+        await engine.resume(PolicyVersion(0, 0))
+        serving = asyncio.create_task(serve(engine, *(request(uid) for uid in "abc")))
+        await asyncio.sleep(0.5)
+        await engine.pause("abort", 10)
+        return list(await serving)
+
+    assert run_virtually(work) == ["a/0/0/1#0", "b/0/0/1#0", "c/0/0/1#0"]
+
+
+@pytest.mark.parametrize(("name", "drained"), [("native", ["a", "b"]), ("other", ["a"])])
+def test_a_pause_that_waits_drains_what_the_engine_would(name, drained):
+    """Each request takes 1.1 s alone. The last one comes when the engine pauses already."""
+
+    async def work():
+        engine = SimulatedEngine(profile(100, about={"engine": name}), slots=1)
+        await engine.resume(PolicyVersion(0, 0))
+        await engine.submit([request("a"), request("b")])
+        await asyncio.sleep(0.5)
+        pausing = asyncio.create_task(engine.pause("wait", 10))
+        await asyncio.sleep(0.1)
+        await engine.submit([request("c")])
+        assert await pausing == 2
+        paused_s, made = clock.now_s(), engine.tokens
+        await asyncio.sleep(10)
+        assert engine.tokens == made
+        await engine.resume(PolicyVersion(0, 1))
+        await asyncio.sleep(10)
+        assert engine.tokens == 300
+        return paused_s, made
+
+    paused_s, made = run_virtually(work)
+    assert made == 100 * len(drained)
+    assert paused_s == pytest.approx(1.1 * len(drained), abs=0.05)
+
+
+@pytest.mark.parametrize("ends", ["deadline", "cancelled"])
+def test_an_engine_whose_pause_does_not_complete_goes_on(ends):
+    async def work():
+        engine = SimulatedEngine(profile(100), slots=1)
+        await engine.resume(PolicyVersion(0, 0))
+        serving = asyncio.create_task(serve(engine, request("a"), request("b")))
+        pausing = asyncio.create_task(engine.pause("wait", 0.5 if ends == "deadline" else 10))
+        await asyncio.sleep(0.25)
+        if ends == "cancelled":
+            pausing.cancel()
+        with pytest.raises(TimeoutError if ends == "deadline" else asyncio.CancelledError):
+            await pausing
+        return [finish for _, _, finish in (await serving).values()], clock.now_s()
+
+    finishes, at_s = run_virtually(work)
+    assert finishes == [FinishReason.STOP] * 2
+    assert at_s == pytest.approx(2.2, abs=0.3)
+
+
 def test_an_engine_computes_of_a_later_turn_only_what_is_new_until_its_cache_is_freed():
     turns = (Turn(30, 20), Turn(1, 19), Turn(1, 19), Turn(1))
     figures = replace(ENGINE, prefill_token_s=0.01)
@@ -447,6 +504,17 @@ def test_a_bounded_coefficient_of_a_fit_is_at_most_the_mean_of_the_other():
     assert bounded.coefficients(open_.drain().counters) == pytest.approx(told_apart)
 
 
+@pytest.mark.parametrize(("partial", "pause_s"), [("true", 40.0), ("false", 0.0)])
+def test_the_wait_for_running_samples_is_no_figure_of_a_sync(partial, pause_s):
+    """A simulation waits for its own samples."""
+    phases = dict.fromkeys(("plan", "pause", "verify", "commit", "resume", "transfer"), 0.1) | {"pause": 40.0}
+    syncs = [{f"param_sync/{phase}_s": s for phase, s in phases.items()} | {"param_sync/total_s": 41.0}] * 2
+    syncs = [{**sync, "param_sync/bytes": 1000} for sync in syncs]
+    options = config(f"async_training.partial_rollout={partial}", "async_training.staleness_threshold=1")
+    found = run_profile({}, syncs, [], 0.002, options)["sync"]
+    assert (found["pause_s"], found["resume_s"]) == (pause_s, 0.1)
+
+
 def test_a_fit_has_no_negative_coefficient():
     fit, recorder, numbers = LinearFit("fit", ("a", "b")), Recorder("x"), np.random.default_rng(0)
     for _ in range(50):
@@ -458,12 +526,13 @@ def test_a_fit_has_no_negative_coefficient():
 
 
 def test_the_figures_of_a_run_predict_it():
-    """What the control plane measures in a simulated run are the figures that it was simulated with."""
+    """What the control plane measures in a simulated run are the figures that it was simulated with. At a threshold of
+    0 the number of running requests changes, which tells an engine's figures apart."""
     engine = EngineFigures(step_s=0.01, row_s=0.001, context_token_s=2e-5, prefill_token_s=1e-3, report_s=0.2)
     trainer = TrainerFigures(ranks=1, step_s=0.1, part_s=0.02, token_s=5e-4, stage_s=0.03)
     lengths = (15, 40, 90, 150, (Turn(20, 5, 0.7), Turn(60)))
     of = profile(*lengths, engine=engine, trainer=trainer, reward_s=0.04)
-    options = config("async_training.staleness_threshold=0.5", "checkpoint.every_steps=3", "trainer.total_steps=12")
+    options = config("async_training.staleness_threshold=0", "checkpoint.every_steps=3", "trainer.total_steps=12")
     run = simulate(options, of)
     syncs = [step.metrics for step in run.steps if "param_sync/total_s" in step.metrics]
     found = run_profile(run.counters, syncs, run.groups, 0.002, options)

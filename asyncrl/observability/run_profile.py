@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncrl.config.checks import derive
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.measured import ENGINE, REPORTS, REWARDS, STAGES, TRAINER
 
@@ -27,7 +28,7 @@ def run_profile(
     ``flush_s``: of the journal, NaN if unknown."""
     engine = {**ENGINE.coefficients(counters), **_mean(counters, REPORTS, "report_s")}
     trainer = {"ranks": config.trainer.ranks, **TRAINER.coefficients(counters), **_mean(counters, STAGES, "stage_s")}
-    found = {"engine": engine, "trainer": trainer, "sync": _sync(syncs), **_mean(counters, REWARDS, "reward_s")}
+    found = {"engine": engine, "trainer": trainer, "sync": _sync(syncs, config), **_mean(counters, REWARDS, "reward_s")}
     if math.isfinite(flush_s):
         found["flush_s"] = flush_s
     about = {
@@ -51,12 +52,14 @@ def _mean(counters: Mapping[str, float], name: str, figure: str) -> dict[str, fl
     return {figure: counters.get(f"{name}/s", 0.0) / count} if count else {}
 
 
-def _sync(syncs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _sync(syncs: Sequence[Mapping[str, float]], config: Config) -> dict[str, float]:
     """Of the session of median length; the first one does not count, because its processes are cold."""
     counted = sorted(syncs[1:] or syncs, key=lambda metrics: metrics["param_sync/total_s"])
     if not counted:
         return {}
     median = counted[len(counted) // 2]
     phases = {f"{p}_s": median[f"param_sync/{p}_s"] for p in _PHASES if f"param_sync/{p}_s" in median}
+    if derive(config).pause == "wait":  # it was the wait for running samples; a simulation waits for its own
+        phases["pause_s"] = 0.0
     nbytes, seconds = median["param_sync/bytes"], median["param_sync/transfer_s"]
     return {"nbytes": nbytes, "bytes_per_s": nbytes / max(seconds, 1e-9), **phases}

@@ -52,6 +52,7 @@ class SimulatedEngine:
 
     def __init__(self, profile: Profile, slots: int) -> None:
         self._profile, self._figures, self._slots = profile, profile.engine, slots
+        self._drains_waiting = profile.about.get("engine") == "native"  # others finish only what runs
         self._scheduling = Scheduling()
         self._waiting: deque[Request] = deque()
         self._running: dict[str, _Row] = {}
@@ -62,7 +63,8 @@ class SimulatedEngine:
         self._context = 0.0  # tokens of all running requests
         self._cached: dict[str, int] = {}  # running requests of each group, whose prompt is in the KV cache
         self._contexts: dict[tuple[str, int], int] = {}  # tokens of ended turns by sample, whose KV is kept
-        self._paused, self._draining = True, False
+        self._paused = True
+        self._draining: frozenset[str] | None = None  # during a pause that waits: requests that may still begin
         self._version = PolicyVersion(0, 0)
         self._ended: list[_Event] = []
         self._reported_s = self._progress_s = 0.0
@@ -86,11 +88,12 @@ class SimulatedEngine:
     async def abort(self, ids: Sequence[str]) -> None:
         self._advance()
         aborted = set(ids)
-        self._ended += [_Event(r.id, 0, FinishReason.ABORT) for r in self._waiting if r.id in aborted]
-        self._waiting = deque(request for request in self._waiting if request.id not in aborted)
         for id in ids:
             if id in self._running:
                 self._end(id, FinishReason.ABORT)
+        # after the running ones, so that they continue in the same order
+        self._ended += [_Event(r.id, 0, FinishReason.ABORT) for r in self._waiting if r.id in aborted]
+        self._waiting = deque(request for request in self._waiting if request.id not in aborted)
         self._continue()
 
     async def events(self) -> EventBatch:
@@ -146,7 +149,7 @@ class SimulatedEngine:
         for held in (self._waiting, self._running, self._ends, self._cached, self._contexts, self._ended):
             held.clear()
         self._context, self._scheduling = 0.0, Scheduling()
-        self._paused, self._draining = True, False
+        self._paused, self._draining = True, None
         self._active.clear()
         self._has_ended.clear()
         self._continue()
@@ -154,20 +157,31 @@ class SimulatedEngine:
     # -- sync sessions, see `asyncrl.param_sync.replica_session.SyncedEngine` ------------------------------------------
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
-        held = len(self._running) + len(self._waiting)
-        if mode == "wait":
-            self._draining = True
-            while self._running:
-                self._empty.clear()
-                await self._empty.wait()
-            self._draining = False
-        self._advance()
-        self._paused = True
-        if mode == "abort":
-            await self.abort([*self._running, *(request.id for request in self._waiting)])
-        self._continue()
-        await asyncio.sleep(self._profile.sync.pause_s)
+        held, was_paused = len(self._running) + len(self._waiting), self._paused
+        try:
+            async with asyncio.timeout(deadline_s):
+                if mode == "wait" and not was_paused:
+                    await self._drain()
+                self._advance()
+                self._paused = True
+                if mode == "abort":
+                    await self.abort([*self._running, *(request.id for request in self._waiting)])
+                self._continue()
+                await asyncio.sleep(self._profile.sync.pause_s)
+        except (TimeoutError, asyncio.CancelledError):  # it goes on as before
+            self._advance()
+            self._paused, self._draining = was_paused, None
+            self._continue()
+            raise
         return held
+
+    async def _drain(self) -> None:
+        """Finish what runs, and what waits where the engine does that. Later requests do not begin."""
+        self._draining = frozenset(r.id for r in self._waiting) if self._drains_waiting else frozenset()
+        while self._running:
+            self._empty.clear()
+            await self._empty.wait()
+        self._draining = None
 
     async def resume(self, version: PolicyVersion) -> None:
         await asyncio.sleep(self._profile.sync.resume_s)
@@ -196,7 +210,9 @@ class SimulatedEngine:
         """Bring everything up to now, fill free slots, and wake up at the next end."""
         self._advance()
         limit = min(self._scheduling.max_running_requests or self._slots, self._slots)
-        while not (self._paused or self._draining) and self._waiting and len(self._running) < limit:
+        while not self._paused and self._waiting and len(self._running) < limit:
+            if self._draining is not None and self._waiting[0].id not in self._draining:
+                break
             self._begin(self._waiting.popleft())
         if self._ended or self._running:
             self._active.set()
