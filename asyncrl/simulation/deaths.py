@@ -69,7 +69,7 @@ class MortalCluster:
         return name
 
     async def end(self, name: str, why: str) -> None:
-        self.replicas[name].end()
+        self.replicas[name].end(why)
 
     def _count(self) -> None:
         self.count += 1
@@ -85,12 +85,12 @@ class _Life:
         self._timer = asyncio.get_running_loop().call_later(seconds, self.end)
         self.client = _UntilDeath(engine, self)
 
-    def end(self) -> None:
+    def end(self, why: str = "its time was over") -> None:
         self._timer.cancel()
         if not self.death.done():
             self._engine.stop()
             self._on_death()
-            self.death.set_exception(ActorDied(self._name))
+            self.death.set_exception(ActorDied(self._name, why))
 
     async def alive(self) -> None:
         await asyncio.shield(self.death)

@@ -134,8 +134,8 @@ def simulate(
     are the first ones of a longer run, so that figures do not contain the end of generation.
 
     Validation, agents' processes, sandboxes and reward workers are left out: agents wait, and rewards take, as long as
-    the profile says. Raises ConfigError if all groups would be dropped, a replica dies too often, or the run would wait
-    for ever; and the errors of the control plane."""
+    the profile says. Raises ConfigError if all groups would be dropped, a replica dies too often or, without
+    ``deaths``, would be restarted, or the run would wait for ever; and the errors of the control plane."""
     if config.trainer.total_steps < 3:
         raise ValueError(f"trainer.total_steps: expected at least 3 to simulate, found {config.trainer.total_steps}")
     profile.check(
@@ -153,6 +153,9 @@ def simulate(
                 raise ConfigError([f"with the rewards of the profile nothing would be trained: {leaf}"]) from None
             if isinstance(leaf, DiedTooOften | Stuck):
                 raise ConfigError([f"the run would fail: {leaf}"]) from None
+            if isinstance(leaf, _WouldRestart):
+                hint = "--death-every-h and --restart-s simulate restarts"
+                raise ConfigError([f"the run would restart {leaf}; {hint}"]) from None
             raise
     samples = derive(config).groups_per_step * config.rollout.n
     return Simulation(config, tuple(seen.steps), seen.counters, seen.groups, samples, seen.deaths)
@@ -203,7 +206,8 @@ async def _run(
         sessions,
         rollouters.set_routable,
         recorder,
-        strands=rollouters.strands,
+        _would_restart if cluster is None else cluster.end,
+        rollouters.strands,
     )
     observer = _Observer(ranks, engines, queue, recorder, cpu_s)
     trainer = TrainLoop(
@@ -284,6 +288,14 @@ class _Observer:
             before = now
             await asyncio.sleep(_STUCK_S)
         raise Stuck(f"nothing was generated or trained for {_STUCK_S / 3600:g} hours")
+
+
+class _WouldRestart(RuntimeError):
+    """A replica that a real run restarts, where replicas live for ever."""
+
+
+async def _would_restart(name: str, why: str) -> None:
+    raise _WouldRestart(f"{name}, which {why}")
 
 
 class _Rollouter:
