@@ -14,6 +14,7 @@ import yaml
 
 from asyncrl.cli.main import main
 from asyncrl.config.schema import DataConfig, RewardConfig
+from asyncrl.data import prepare as prepared
 from asyncrl.data.prepare import prepare
 from asyncrl.data.prompts import DataError, load_prompts
 from tests.support.rewards import import_problem
@@ -73,6 +74,22 @@ def test_gsm8k_has_its_answer_after_the_hashes(tmp_path, suffix):
     assert (first.answer, second.answer) == ("7", "1000")
     assert (first.data_source, first.prompt_id) == ("gsm8k", "gsm8k/train/0")
     assert str(written) == f"{tmp_path}/out/train.jsonl: 3 rows read, 2 kept; dropped: 1 no answer after ####"
+
+
+@pytest.mark.parametrize("column", ["question", "answer"])
+def test_a_row_with_half_of_a_surrogate_pair_is_dropped(tmp_path, column):
+    broken = GSM8K[0] | {column: GSM8K[0][column] + "\ud83d"}
+    (prompt, _), (written,) = prompts_of("gsm8k", published(tmp_path / "train.jsonl", [broken, *GSM8K]), tmp_path / "o")
+    assert prompt.prompt_id == "gsm8k/train/1"
+    assert written.dropped == {"broken Unicode": 1, "no answer after ####": 1}
+
+
+def test_a_prompt_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(prepared, "sync", lambda path: done.append(path.name))
+    monkeypatch.setattr(prepared, "rename", lambda path, target: done.append((path.name, target.name)))
+    prepare("gsm8k", str(published(tmp_path / "train.jsonl", GSM8K)), tmp_path / "out")
+    assert done == ["train.jsonl.partial", ("train.jsonl.partial", "train.jsonl")]
 
 
 def test_math_has_its_answer_in_the_last_box(tmp_path):

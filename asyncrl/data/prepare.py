@@ -1,7 +1,7 @@
 """Makes prompt files of published data sets: ``asyncrl data prepare``.
 
 Every split of the data set becomes a JSONL file that `asyncrl.data.prompts` reads. A problem is kept once, however
-often it is published. Files are written atomically: there is a whole one or none.
+often it is published. Files are written atomically: there is a whole one or none, also after a power cut.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import Any
 
 from asyncrl.data.prompts import SHARD, DataError, read_rows
 from asyncrl.data.published import PUBLISHED, Schema, Unusable, field_of
+from asyncrl.disk.files import rename, sync
 
 DUPLICATE, CONTRADICTION = "repeated", "repeated with another answer"
+BROKEN = "broken Unicode"  # such as half of a surrogate pair, for which JSON has an escape and UTF-8 nothing
 
 _SUFFIXES = (".jsonl", ".parquet")
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)((?:/[\w.-]+)*)")
@@ -96,19 +98,22 @@ def _written(file: Path, name: str, split: str, sources: Sequence[Path], instruc
     done = Prepared(file)
     staged = file.with_name(f"{file.name}.partial")
     try:
-        with staged.open("w", encoding="utf-8") as lines:
+        with staged.open("wb") as lines:
             for row in _prompts(done, name, split, sources, instruction):
-                lines.write(row + "\n")
+                lines.write(row + b"\n")
         if not done.kept:
             raise DataError(f"{done}; expected a prompt")
+        sync(staged)
     except BaseException:
         staged.unlink(missing_ok=True)
         raise
-    staged.rename(file)
+    rename(staged, file)
     return done
 
 
-def _prompts(done: Prepared, name: str, split: str, sources: Sequence[Path], instruction: str | None) -> Iterator[str]:
+def _prompts(
+    done: Prepared, name: str, split: str, sources: Sequence[Path], instruction: str | None
+) -> Iterator[bytes]:
     """Lines of a prompt file, each problem and each id once."""
     seen, ids = dict[bytes, str](), set[str]()
     for where, row, schema in _rows(name, sources):
@@ -127,13 +132,17 @@ def _prompts(done: Prepared, name: str, split: str, sources: Sequence[Path], ins
             continue
         if row["id"] in ids:  # of another part of the data set
             row["id"] = own
+        try:
+            line = json.dumps(row, ensure_ascii=False).encode()
+        except TypeError as e:
+            raise DataError(f"{where}: {e}") from None
+        except UnicodeEncodeError:
+            done.dropped[BROKEN] += 1
+            continue
         seen[problem] = row["answer"]
         ids.add(row["id"])
         done.kept += 1
-        try:
-            yield json.dumps(row, ensure_ascii=False)
-        except TypeError as e:
-            raise DataError(f"{where}: {e}") from None
+        yield line
 
 
 def _rows(name: str, files: Sequence[Path]) -> Iterator[tuple[str, Mapping[str, Any], Schema]]:
