@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import DataConfig
+from asyncrl.data import generated
 from asyncrl.data.guess import CALL, CALLED, GUESS, Problem, answer, demonstrations, main, turn
 from asyncrl.data.prompts import load_prompts
 from asyncrl.models.make_checkpoint import make_checkpoint
@@ -67,6 +68,16 @@ def test_written_files_are_disjoint_and_determined_by_the_seed(tmp_path):
     for prompt in load_prompts([tmp_path / "a/heldout.jsonl"], DataConfig()):
         low, high = map(int, re.findall(r"\d+", prompt.messages[0]["content"]))
         assert Problem(low, high, int(prompt.answer)).heldout
+
+
+@pytest.mark.parametrize("name", ["train", "heldout"])
+def test_more_problems_than_there_are_is_one_line(tmp_path, capsys, monkeypatch, name):
+    monkeypatch.setattr(generated, "MOST_DRAWS", 4000)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--out", str(tmp_path), f"--{name}", "3000"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"--{name}: expected at most \d+ different problems, found 3000", line)
+    assert not (tmp_path / f"{name}.jsonl").exists()
 
 
 async def test_the_endpoint_finds_the_calls_and_bridges_to_the_text_of_a_demonstration(model):

@@ -16,11 +16,16 @@ from typing import Any, TypeVar
 from asyncrl.disk.files import write_whole
 
 HELDOUT_SHARE = 8  # one problem in this many is held out
+MOST_DRAWS = 100_000  # without a new problem: there is none left
 
 P = TypeVar("P", bound=Hashable)
 
 #: (random numbers, number of rows, whether held out) → rows of a prompt file
 Rows = Callable[[random.Random, int, bool], Iterable[dict[str, Any]]]
+
+
+class TooFewProblems(ValueError):
+    """A task has fewer different problems than a file is to have."""
 
 
 def is_heldout(problem: str) -> bool:
@@ -30,15 +35,28 @@ def is_heldout(problem: str) -> bool:
 def draw_problems(
     draw: Callable[[random.Random, bool], P], rng: random.Random, count: int, heldout: bool
 ) -> Iterator[P]:
-    """``count`` problems. Held-out ones are all different. Training problems repeat, so that each length stays equally
-    frequent: there are few short problems, and without them too few samples would be right to learn from."""
+    """``count`` problems. Held-out ones are all different, see `different_problems`. Training problems repeat, so that
+    each length stays equally frequent: there are few short problems, and without them too few samples would be right to
+    learn from."""
+    if heldout:
+        yield from different_problems(draw, rng, count, heldout)
+    else:
+        for _ in range(count):
+            yield draw(rng, heldout)
+
+
+def different_problems(
+    draw: Callable[[random.Random, bool], P], rng: random.Random, count: int, heldout: bool
+) -> Iterator[P]:
+    """``count`` different problems. Raises TooFewProblems once none has been new for `MOST_DRAWS` draws."""
     seen: set[P] = set()
-    while count:
-        problem = draw(rng, heldout)
-        if not (heldout and problem in seen):
-            yield problem
-            seen.add(problem)
-            count -= 1
+    for _ in range(count):
+        draws = (draw(rng, heldout) for _ in range(MOST_DRAWS))
+        new = next((problem for problem in draws if problem not in seen), None)
+        if new is None:
+            raise TooFewProblems(f"expected at most {len(seen)} different problems, found {count}")
+        seen.add(new)
+        yield new
 
 
 def write_files(argv: list[str] | None, task: str, rows: Rows, train: int, heldout: int) -> None:
@@ -53,5 +71,9 @@ def write_files(argv: list[str] | None, task: str, rows: Rows, train: int, heldo
     args.out.mkdir(parents=True, exist_ok=True)
     for name, count in (("heldout", args.heldout), ("train", args.train)):  # make's target for both files comes last
         drawn = rows(random.Random(f"{name}/{args.seed}"), count, name == "heldout")
-        write_whole(args.out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in drawn))
+        try:
+            lines = [json.dumps(row) + "\n" for row in drawn]
+        except TooFewProblems as e:
+            parser.exit(2, f"--{name}: {e}\n")
+        write_whole(args.out / f"{name}.jsonl", "".join(lines))
     print(f"{args.out}: train.jsonl with {args.train} problems, heldout.jsonl with {args.heldout}")

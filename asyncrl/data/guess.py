@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.data.generated import is_heldout, write_files
+from asyncrl.data.generated import different_problems, is_heldout, write_files
 from asyncrl.types.prompts import Message
 
 BOUNDS = range(10, 45)
@@ -107,10 +107,8 @@ def demonstrations(seed: int, careful: bool) -> Iterator[tuple[list[Message], st
 
 def rows(rng: random.Random, count: int, heldout: bool) -> Iterator[dict[str, Any]]:
     """``count`` different problems of a prompt file: ``prompt`` (chat messages) and ``answer``."""
-    problems: dict[Problem, None] = {}
-    while len(problems) < count:
-        problems[draw_problem(rng, heldout)] = None
-    return ({"prompt": problem.messages, "answer": str(problem.number)} for problem in problems)
+    for problem in different_problems(draw_problem, rng, count, heldout):
+        yield {"prompt": problem.messages, "answer": str(problem.number)}
 
 
 def main(argv: list[str] | None = None) -> None:
