@@ -1,9 +1,12 @@
 """Rewards that compare a response with the prompt's answer: as text, and as mathematics."""
 
 import importlib.util
+import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.data.boxed import last_boxed
@@ -41,6 +44,33 @@ def rewards(results):
 )
 def test_the_last_box_that_is_closed_holds_the_answer(text, content):
     assert last_boxed(text) == content
+
+
+def box_by_box(text):
+    """`last_boxed` by its definition: counts the braces after each box, from the last one on."""
+    for box in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*", text))):
+        rest, depth = text[box.end() :], 0
+        if not rest.startswith("{"):
+            if word := re.match(r"[^\s$.,;]+", rest):
+                return word[0]
+            continue
+        for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if not depth:
+                return rest[1 : brace.start()].strip()
+    return None
+
+
+PIECES = ("{", "}", "\\", "\\boxed", "\\fbox", "\\boxed{", "\\{", "x", " ", "\n", "$", ".")
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
+def test_one_pass_finds_the_box_that_counting_braces_finds(text):
+    assert last_boxed(text) == box_by_box(text)
+
+
+def test_a_response_full_of_boxes_that_never_close_takes_no_longer_than_its_length():
+    assert last_boxed("\\boxed{1}" + "\\boxed{" * 100_000) == "1"
 
 
 async def test_an_exact_match_is_one_but_for_spaces_and_case():
