@@ -123,9 +123,11 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
         with shutdown.recorded():
             await cluster.close()
         with shutdown.recorded():
+            folder.summarize(shutdown, monitor.summary(), monitor.profile())
+        with shutdown.recorded():
             hub.close(shutdown.failure, shutdown.stopped)
         with shutdown.recorded():
-            folder.finish(shutdown, monitor.summary(), monitor.profile(), config.reporting.report)
+            folder.finish(config.reporting.report)
     return shutdown.exit_status
 
 

@@ -71,6 +71,21 @@ def test_a_gauge_and_a_counter_of_one_name_are_answered_in_the_plain_format(sink
     assert found["asyncrl_rollout_restarted_samples_total"][::2] == ("counter", 3)
 
 
+def test_a_removed_replica_raises_no_alarm(sink):
+    sink.metrics(1, {"param_sync/paused_s/replica/1": 0.5, "param_sync/paused_s/replica/11": 0.25})
+    for name in ("replica/1", "replica/11"):
+        sink.spans(Batch(name))
+    sink.left("replica/1")
+    found = samples(get(sink, "/metrics")[1])
+    assert [name for name in found if "replica" in name] == [
+        "asyncrl_param_sync_paused_s_replica_11",
+        "asyncrl_seconds_since_heardreplica/11",
+    ]
+    assert list(json.loads(get(sink, "/health")[1])["seconds_since_heard"]) == ["replica/11"]
+    sink.spans(Batch("replica/1"))  # added again
+    assert "asyncrl_seconds_since_heardreplica/1" in samples(get(sink, "/metrics")[1])
+
+
 def test_health_is_503_when_the_driver_stops_draining(sink, monkeypatch):
     assert get(sink, "/health")[0] == 200  # while the run starts
     sink.spans(Batch("trainer/0"))

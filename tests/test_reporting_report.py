@@ -12,7 +12,8 @@ import pytest
 
 from asyncrl.observability import charts
 from asyncrl.observability.report import swimlanes
-from asyncrl.observability.report.report import MAX_FAILED, MAX_TRAJECTORIES, REPORT_FILE, read_series, write_report
+from asyncrl.observability.report.report import MAX_FAILED, MAX_TRAJECTORIES, REPORT_FILE, write_report
+from asyncrl.observability.series import read_series, totals
 from asyncrl.observability.report.trace import TRACE_FILE
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, JsonlFile
 from asyncrl.observability.sinks.timeline import SPANS_FILE
@@ -87,12 +88,32 @@ def test_the_key_figures_are_at_the_top(tmp_path):
     html = body_of(write_report(tmp_path).read_text())
     for text in ("<h1>sums</h1>", "3.1% → 88.4%", "100/100", "10m00s", "2 / 2", "tiny"):
         assert text in html
-    (tmp_path / "summary.json").write_text(
-        json.dumps({"failed": None, "samples": 12_800, "tokens": 3.2e6, "overlap": 0.873, "accuracy_after": 0.9})
-    )
+    (tmp_path / "summary.json").write_text(json.dumps({"failed": None, "accuracy_after": 0.9}))
     html = body_of(write_report(tmp_path).read_text())
-    for text in ("3.1% → 90.0%", "12,800", "3.20M", "87%", "finished"):
+    for text in ("3.1% → 90.0%", "finished"):
         assert text in html
+
+
+def test_the_totals_are_of_all_drivers_of_a_run_and_of_the_steps_that_count(tmp_path):
+    """Killed after step 3, resumed from step 2."""
+    steps = [(1, 10.0, 0.5), (2, 20.0, 1.0), (3, 600.0, 0.0), (3, 30.0, 1.0), (4, 40.0, 0.75)]
+    JsonlFile(tmp_path / METRICS_FILE).write(
+        {
+            "step": step,
+            "perf/step_s": seconds,
+            "fully_async/overlap": overlap,
+            "rollout/samples": 3_200,
+            "perf/rollout_tokens_per_s": 32_000.0,
+        }
+        for step, seconds, overlap in steps
+    )
+    found = totals(read_series(tmp_path)[0])
+    assert found == pytest.approx({"duration_s": 100.0, "overlap": 0.85, "samples": 12_800, "tokens": 3.2e6})
+    html = body_of(write_report(tmp_path).read_text())
+    for text in ("12,800", "3.20M", "85%", "1m40s"):
+        assert text in html
+    assert totals({"perf/step_s": ([1], [5.0])}) == {"duration_s": 5.0}
+    assert totals({}) == {}
 
 
 @pytest.mark.parametrize(

@@ -185,13 +185,50 @@ def test_sampled_trajectories_become_a_table_every_few_steps(alone, tmp_path):
         sink.trajectories(trajectories(step))
     sink.close(None)
     tables = [row for row in offline_run(tmp_path).history if "trajectories" in row or "trajectories/_type" in row]
-    assert [row["step"] for row in tables] == [2, 4]
+    assert [row["step"] for row in tables] == [2, 4, 5]
     files = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/*.table.json"))
-    (first, second) = sorted((json.loads(file.read_text()) for file in files), key=lambda table: table["data"][0][0])
+    first, second, rest = sorted((json.loads(file.read_text()) for file in files), key=lambda table: table["data"][0][0])
     assert first["columns"] == list(TABLE)
     assert [row[0] for row in first["data"]] == [1, 1, 2, 2]
     assert [row[0] for row in second["data"]] == [3, 3, 4, 4]
+    assert [row[0] for row in rest["data"]] == [5, 5]
     assert first["data"][1][1:] == ["p", "2+=", "45", 0.5, "0.3 · 0.4", "stop", 2, "u"]
+
+
+def test_without_tables_no_trajectory_is_kept(alone, tmp_path):
+    sink = WandbSink(WandbConfig(table_every_steps=0), "quick", tmp_path, {})
+    for step in range(1, 6):
+        sink.trajectories(trajectories(step))
+    assert sink._rows == []
+    sink.close(None)
+    assert list(tmp_path.glob("wandb/offline-run-*/files/media/table/*.table.json")) == []
+
+
+def test_an_id_that_a_crash_left_empty_is_made_anew(alone, tmp_path):
+    (tmp_path / "wandb-id").write_text("")
+    WandbSink(WandbConfig(), "quick", tmp_path, {}).close(None)
+    assert len((tmp_path / "wandb-id").read_text()) == 8
+
+
+@pytest.mark.parametrize("key", [None, "short"])
+def test_an_online_run_without_a_login_is_refused_before_it_begins(tmp_path, key):
+    home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path / "wandb")}
+    command = [sys.executable, "-m", "asyncrl.fully_async_main", "--config", "configs/quickstart.yaml"]
+    command += [f"run_dir={tmp_path}/run", "reporting.wandb.mode=online"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        env=kept | home | ({"WANDB_API_KEY": key} if key else {}),
+    )
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if "reporting.wandb.mode" in line]
+    assert line.startswith("config: reporting.wandb.mode: online needs a")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_resumed_run_keeps_its_id_and_repeats_no_step(alone, tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import tracemalloc
+from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from asyncrl.config.checks import derive
 from asyncrl.config.schema import Config, ValidationConfig
 from asyncrl.observability.sinks.hub import Hub
-from asyncrl.observability.telemetry.clock import now_s
+from asyncrl.observability.telemetry.clock import ClockOffset, now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
 from asyncrl.param_sync.errors import ALL_REPLICAS, SyncError
@@ -413,15 +414,15 @@ class System:
         return self._drains
 
 
-async def monitored(rank: Recorder, replica: Recorder) -> Monitor:
-    """A monitor of these two actors, at the first version."""
+async def monitored(rank: Recorder, replica: Recorder, clocks: Sequence[float] = (0.0, 0.0), **others) -> Monitor:
+    """A monitor of these two actors, at the first version. ``clocks``: how far those of their machines are ahead."""
     config = Config()
     config.reporting.trajectories_per_step = 0
 
-    async def drained(recorder):
-        return recorder.drain()
+    async def drained(recorder, ahead_s):
+        return recorder.drain().shifted(ahead_s)
 
-    system = System(rank=lambda: drained(rank), replica=lambda: drained(replica))
+    system = System(rank=lambda: drained(rank, clocks[0]), replica=lambda: drained(replica, clocks[1]), **others)
     monitor = Monitor(config, Hub([]), Recorder("driver"), system, str, None)
     await monitor.on_version(at(0))
     return monitor
@@ -450,7 +451,52 @@ async def test_a_step_is_reported_with_the_metrics_of_its_window():
     assert 0 < values["perf/fraction_of_ideal"] <= 1
     assert 0 <= values["fully_async/trainer/idle_ratio"] < 1
     assert 0 < values["fully_async/rewarding_ratio"] <= 1
-    assert monitor.summary()["tokens"] == 70
+
+
+@pytest.mark.parametrize("clocks", [(0.0, 0.0), (3e6, -2e6), (-40.0, 7.0)])
+async def test_actors_on_machines_with_other_clocks_are_busy_as_they_were(clocks, monkeypatch):
+    rank, replica, written = Recorder("trainer/0"), Recorder("replica/0"), []
+    monitor = await monitored(rank, replica, clocks)
+    monkeypatch.setattr(monitor._hub, "spans", lambda batch: written.extend(batch.spans))
+    for step in range(1, 4):
+        began_s = now_s()
+        with rank.span("trainer/step"), replica.span("rollout/generate"), replica.span("rollout/half_busy"):
+            await asyncio.sleep(0.05)
+        values = await monitor.on_step(at(step), {})
+        for share in ("fully_async/trainer/idle_ratio", "fully_async/rollouter/idle_ratio"):
+            assert values[share] < 0.5
+        assert values["fully_async/overlap"] > 0.5
+        assert all(began_s - 0.02 < span.start_s < span.end_s < now_s() + 0.02 for span in written)
+        written.clear()
+
+
+async def test_a_removed_replica_leaves_the_sinks(monkeypatch):
+    monitor, left = await monitored(Recorder("trainer/0"), Recorder("replica/0")), []
+    monkeypatch.setattr(monitor._hub, "left", left.append)
+    for names in (("replica/0", "replica/1"), ("replica/0",), ("replica/0",)):
+        monitor._system.replica_names = names
+        await monitor.on_step(at(1), {})
+    assert left == ["replica/1"]
+
+
+async def test_an_actor_that_does_not_answer_makes_no_other_seem_idle():
+    rank, replica = Recorder("trainer/0"), Recorder("replica/0")
+    monitor = await monitored(rank, replica, stopped=asyncio.Event().wait)
+    with rank.span("trainer/step"), replica.span("rollout/generate"):
+        for step in (1, 2):
+            values = await monitor.on_step(at(step), {})
+            assert values["fully_async/trainer/idle_ratio"] < 0.2
+            assert values["fully_async/rollouter/idle_ratio"] < 0.2
+
+
+def test_a_clock_offset_is_bounded_by_the_calls_that_read_the_clock():
+    same = ClockOffset()
+    assert same.observe(10.0, 10.4, 11.0) == same.observe(12.0, 12.001, 12.002) == 0.0
+    other = ClockOffset()
+    assert other.observe(10.0, 510.5, 11.0) == pytest.approx(-500.0)
+    assert other.observe(12.0, 512.2, 12.1) == pytest.approx(-500.15)  # of a faster call: -500.2 to -500.1
+    assert other.observe(20.0, 520.5, 21.0) == pytest.approx(-500.15)  # nothing new
+    assert other.observe(30.0, 90.0, 31.0) == pytest.approx(-59.5)  # restarted elsewhere
 
 
 async def test_a_step_of_several_data_sources_is_reported_by_source():
@@ -472,13 +518,13 @@ async def test_the_curriculum_is_reported_with_each_step():
         assert (await monitor.on_step(at(step), {}))["rollout/curriculum/hard/share"] == 0.25
 
 
-async def test_the_overlap_of_a_run_is_that_of_all_its_steps_however_many_spans_they_have():
+async def test_the_overlap_is_that_of_each_step_however_many_spans_it_has():
     rank, replica = Recorder("trainer/0"), Recorder("replica/0")
-    monitor, busy_s = await monitored(rank, replica), 0.0
+    monitor = await monitored(rank, replica)
     for step in range(1, 5):
-        busy_s += be_busy(rank, replica, times=8_000)
-        await monitor.on_step(at(step), {})
-    assert monitor.summary()["overlap"] == pytest.approx(busy_s / monitor.summary()["duration_s"])
+        busy_s = be_busy(rank, replica, times=8_000)
+        values = await monitor.on_step(at(step), {})
+        assert values["fully_async/overlap"] * values["perf/step_s"] == pytest.approx(busy_s)
 
 
 async def test_the_monitor_keeps_no_spans_of_earlier_steps():

@@ -704,8 +704,7 @@ def test_metrics_and_spans_describe_the_batch(checkpoint, start_rank):
     assert metrics["critic/rewards/std"] == pytest.approx(rewards.std())
     assert metrics["response_length/mean"] == pytest.approx(lengths.mean())
     assert metrics["response_length/clip_ratio"] == pytest.approx((lengths > 20).mean())
-    equal = [np.ptp(g.rewards) == 0 for g in map(Group.from_buffer, groups)]
-    assert metrics["rollout/zero_variance"] == pytest.approx(np.mean(equal))
+    assert metrics["trainer/groups"] == len(groups)
     assert metrics["trainer/tokens"] == sum(len(g.tokens) + g.prefix.sum() for g in map(Group.from_buffer, groups))
     assert metrics["trainer/optimizer_steps"] == 4
     assert 0 < metrics["actor/ratio_min"] < metrics["actor/ratio_mean"] < metrics["actor/ratio_max"]
@@ -717,7 +716,6 @@ def test_metrics_and_spans_describe_the_batch(checkpoint, start_rank):
         "trainer/optimizer": 4,
         "trainer/step": 1,
     }
-    assert rank.train(4, make_groups(rewards=1.0))["rollout/zero_variance"] == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is not None, reason="has the packages")

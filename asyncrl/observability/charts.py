@@ -8,10 +8,8 @@ from typing import NamedTuple
 
 import plotly.graph_objects as go
 
+from asyncrl.observability.series import Series
 from asyncrl.observability.sinks.console import SYNC_PHASES
-
-#: metric name → (steps, values); values may be None where a step has no number
-Series = Mapping[str, tuple[Sequence[int], Sequence[float | None]]]
 
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#3b76e1", "#e5832b", "#22a06b", "#d64550", "#8a63d2", "#8c96a5"
 PALETTE = (BLUE, ORANGE, GREEN, VIOLET, "#1aa3b8", "#c2529b", "#a08a2c", "#6b7ae8", "#9c6b4e", RED)
@@ -126,7 +124,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
                 Line("fully_async/trainer/idle_ratio", "trainer idle", BLUE),
                 Line("fully_async/rollouter/idle_ratio", "rollouter idle", ORANGE),
                 Line("fully_async/overlap", "both busy", GREEN),
-                Line("fully_async/rewarding_ratio", "waiting for rewards", RED, "dot"),
+                Line("fully_async/rewarding_ratio", "waiting for rewards", RED, "dash"),
             ),
             percent=True,
         ),

@@ -12,6 +12,7 @@ from asyncrl.observability.telemetry.measured import ENGINE, REPORTS, REWARDS, S
 
 FILE = "profile.json"
 MAX_GROUPS = 512  # in a profile; the newest
+MAX_SYNCS = 1024  # that count for it; the newest
 _PHASES = ("plan", "pause", "unload", "load", "verify", "commit", "reload", "resume")
 
 

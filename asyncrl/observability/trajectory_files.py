@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +55,11 @@ SCHEMA = pa.schema(
 def write_step(run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes the samples of a step, in place of those of an earlier run of the same step."""
     _write(run_dir / FOLDER / f"step-{step:08d}.parquet", rows)
+
+
+def step_files(run_dir: Path) -> list[Path]:
+    """Those of steps, in their order."""
+    return sorted((run_dir / FOLDER).glob("step-*.parquet"))
 
 
 def failed_files(run_dir: Path) -> list[Path]:
@@ -137,9 +142,13 @@ class Trajectories(NamedTuple):
 
 
 def read(run_dir: Path, where: Filter | None = None) -> Trajectories:
+    return read_files([*failed_files(run_dir), *step_files(run_dir)], where)
+
+
+def read_files(files: Iterable[Path], where: Filter | None = None) -> Trajectories:
     chosen = where.expression() if where is not None else None
     tables, damaged = [SCHEMA.empty_table()], []
-    for file in sorted((run_dir / FOLDER).glob("*.parquet")):
+    for file in files:
         try:
             tables.append(ds.dataset(file, schema=SCHEMA, format="parquet").to_table(filter=chosen))
         except (pa.ArrowInvalid, OSError) as e:

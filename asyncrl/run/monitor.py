@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from asyncrl.config.schema import Config
 from asyncrl.observability.efficiency import EfficiencyTracker
-from asyncrl.observability.run_profile import MAX_GROUPS, run_profile
+from asyncrl.observability.run_profile import MAX_GROUPS, MAX_SYNCS, run_profile
 from asyncrl.observability.sinks.hub import Hub
-from asyncrl.observability.telemetry.clock import now_s
+from asyncrl.observability.telemetry.clock import ClockOffset, now_s
 from asyncrl.observability.telemetry.intervals import Activity, intersect, length
 from asyncrl.observability.telemetry.recorder import Batch, Recorder
 from asyncrl.observability.trajectories import Decode, sampled_rows
@@ -75,15 +75,16 @@ class Monitor:
         self._activity = Activity()
         self._window: Counter[str] = Counter()  # counters since the last step
         self._totals: Counter[str] = Counter()  # and since training began
-        self._began_s = self._window_s = now_s()
-        self._both_busy_s = 0.0  # since training began, up to the last step
+        self._window_s = now_s()
         self._draining = asyncio.Lock()
         self._drained_s = -math.inf
         self._asked: dict[str, asyncio.Task[Batch]] = {}
+        self._replicas: set[str] = set()  # at the last drain
+        self._offsets: defaultdict[str, ClockOffset] = defaultdict(ClockOffset)  # of each actor's clock
         self._gauges: dict[str, float] = {}  # the last of each, over all actors
         self._widths: dict[str, float] = {}  # samples that each rollouter lets a replica generate at once
         self.efficiency: EfficiencyTracker | None = None  # from the first version on
-        self._syncs: list[Mapping[str, float]] = []
+        self._syncs: deque[Mapping[str, float]] = deque(maxlen=MAX_SYNCS)  # metrics of the newest
         self._groups: deque[Any] = deque(maxlen=MAX_GROUPS)  # shapes of the newest
         self._profile: dict[str, Any] | None = None
         self._summary: dict[str, Any] = {}
@@ -98,12 +99,12 @@ class Monitor:
     # -- the training loop's observer ------------------------------------------------------------------------------
 
     async def on_version(self, progress: Progress) -> None:
-        """Starts the figures of the whole run at the first version, where training begins."""
+        """Starts the figures of this driver at its first version, where training begins."""
         if self.efficiency is not None:
             return
         self.efficiency = EfficiencyTracker(*self._system.pool_resources())
         await self._drain()
-        self._began_s = self._window_s = now_s()
+        self._window_s = now_s()
         self._window.clear()
         self._totals.clear()
 
@@ -130,14 +131,7 @@ class Monitor:
         values["perf/trainer_tokens_per_s"] = metrics.get("trainer/tokens", 0.0) / values["perf/step_s"]
         values["fully_async/version"] = progress.version.number
         self._hub.metrics(progress.step, values)
-        duration_s = self._window_s - self._began_s
-        self._summary |= {
-            "steps": progress.step,
-            "duration_s": duration_s,
-            "overlap": self._both_busy_s / max(duration_s, 1e-9),
-            "samples": self._totals["rollout/samples"],
-            "tokens": self._totals["rollout/tokens"],
-        }
+        self._summary["steps"] = progress.step
         return values
 
     async def on_end(self, progress: Progress, queue: Mapping[str, float]) -> None:
@@ -153,7 +147,7 @@ class Monitor:
             log.info("efficiency: %.0f %% of the ideal; %s", 100 * self._summary["fraction_of_ideal"], advice)
 
     def summary(self) -> dict[str, Any]:
-        """Figures of the whole run; ``duration_s`` and ``overlap`` exclude start-up and validation."""
+        """Figures of the run beside those in its metrics; those of its efficiency are of this driver."""
         return dict(self._summary)
 
     def profile(self) -> dict[str, Any] | None:
@@ -174,19 +168,19 @@ class Monitor:
 
     async def _window_metrics(self) -> dict[str, float]:
         """Idle shares, rates and rollout metrics since the last step, whose spans are forgotten with this call."""
-        await self._drain()
         since, until = self._window_s, now_s()
+        await self._drain()  # after the window's end: what is under way then covers it
         counters, self._window, self._window_s = self._window, Counter(), until
         seconds = max(until - since, 1e-9)
-        busy, both_busy_s = self._activity.share, self._both_busy_within(since, until)
-        self._both_busy_s += both_busy_s
+        busy = self._activity.share
         values = {
             "perf/step_s": seconds,
+            "rollout/samples": counters["rollout/samples"],
             "perf/rollout_tokens_per_s": counters["rollout/tokens"] / seconds,
             "fully_async/trainer/idle_ratio": 1 - busy(["trainer/step"], since, until, self._system.rank_names),
             "fully_async/rollouter/idle_ratio": 1
             - busy(["rollout/generate"], since, until, self._system.replica_names),
-            "fully_async/overlap": both_busy_s / seconds,
+            "fully_async/overlap": self._both_busy_within(since, until) / seconds,
             "fully_async/rewarding_ratio": busy(["rollout/reward"], since, until),
         }
         self._activity.forget(until)
@@ -228,9 +222,12 @@ class Monitor:
             self._drained_s = now_s()
             for name, drain in self._system.drains().items():
                 if name not in self._asked:
-                    self._asked[name] = asyncio.create_task(self._answer(name, drain()))
+                    self._asked[name] = asyncio.create_task(self._answer(name, drain))
             if self._asked:  # else all are being restarted
                 await asyncio.wait(self._asked.values(), timeout=DRAIN_PATIENCE_S)
+            for name in self._replicas.difference(self._system.replica_names):
+                self._hub.left(name)
+            self._replicas = set(self._system.replica_names)
             answered = [name for name, asked in self._asked.items() if asked.done()]
             for batch in [*(self._asked.pop(name).result() for name in answered), self._recorder.drain()]:
                 self._activity.add(batch)
@@ -242,11 +239,14 @@ class Monitor:
                 self._groups += batch.profiled
                 self._hub.spans(batch)
 
-    async def _answer(self, name: str, drain: Awaitable[Batch]) -> Batch:
-        """An actor's records; none if it died, which its supervisor notices, or is unresponsive."""
-        limit_s = self._config.supervision.answer_s
+    async def _answer(self, name: str, drain: Callable[[], Awaitable[Batch]]) -> Batch:
+        """An actor's records, with times of this process's clock; none if it died, which its supervisor notices, or is
+        unresponsive."""
+        limit_s, sent_s = self._config.supervision.answer_s, now_s()
         try:
-            return await asyncio.wait_for(drain, limit_s)
+            batch = await asyncio.wait_for(drain(), limit_s)
+            offset_s = self._offsets[name].observe(sent_s, batch.at_s, now_s())
+            return batch.shifted(offset_s) if offset_s else batch
         except TimeoutError:
             await self._on_unresponsive(name, f"has not answered for {limit_s:g} s: its process is stopped or stuck")
         except ActorDied:

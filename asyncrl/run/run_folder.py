@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
 import time
@@ -22,6 +23,7 @@ from asyncrl.disk.files import make_folder, rename, sync_tree, write_whole
 from asyncrl.models.config import CheckpointError
 from asyncrl.models.overridden import FOLDER as OVERRIDDEN
 from asyncrl.observability.run_profile import FILE as PROFILE
+from asyncrl.observability.series import read_series, totals
 from asyncrl.observability.telemetry.log import LOGS, LogConfig
 from asyncrl.run.driver_epoch import FOLDER as DRIVERS
 from asyncrl.run.driver_epoch import DriverEpoch, InUse, wait_for_previous
@@ -34,8 +36,11 @@ from asyncrl.sample_queue.ledger import LedgerError, read_meta, reading
 from asyncrl.sample_queue.snapshots import FILE as SNAPSHOTS
 from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore
 
+log = logging.getLogger(__name__)
+
 AUTO = "auto"
 CONFIG = "config.yaml"
+SUMMARY = "summary.json"
 JOURNAL_COPIES = "journal"
 LOCK_PATIENCE_S = 30.0  # for the processes of a killed run to end
 
@@ -145,26 +150,37 @@ class RunFolder:
         """A driver that lost its epoch never replaces the copy of the next one."""
         return self.path / JOURNAL_COPIES / f"{self.epoch.number:06d}" if self._config.journal_dir else None
 
-    def finish(
-        self, shutdown: Shutdown, figures: Mapping[str, Any], profile: Mapping[str, Any] | None, report: bool
+    def summarize(
+        self, shutdown: Shutdown, figures: Mapping[str, Any], profile: Mapping[str, Any] | None
     ) -> None:
-        """Write summary.json and profile.json, then the report, and print the paths of the results. Raises
-        EpochOver."""
+        """Write summary.json, with the totals of all drivers of the run, and profile.json. Raises EpochOver."""
         self.epoch.check()
+        whole = totals(read_series(self.path)[0])
         how = {"status": shutdown.status, "reason": shutdown.stopped, "failed": shutdown.failure}
-        write_whole(self.path / "summary.json", json.dumps({**figures, **how}, indent=2) + "\n")
+        write_whole(self.path / SUMMARY, json.dumps({**figures, **whole, **how}, indent=2) + "\n")
         if profile is not None:
             write_whole(self.path / PROFILE, json.dumps(profile) + "\n")
-        if report:
-            from asyncrl.observability.report.report import write_report
-            from asyncrl.observability.report.trace import write_trace
 
-            print(f"report:      {write_report(self.path)}")
-            write_trace(self.path)
+    def finish(self, report: bool) -> None:
+        """Write the report, print the paths of the results, and leave the run to other drivers. Raises EpochOver."""
+        self.epoch.check()
+        if report:
+            self._report()
         if newest := self.checkpoints.newest():
             print(f"checkpoint:  {newest.path}")
         print(f"run folder:  {self.path}", flush=True)
         self.epoch.end()
+
+    def _report(self) -> None:
+        """The run is as good without its pages."""
+        from asyncrl.observability.report.report import write_report
+        from asyncrl.observability.report.trace import write_trace
+
+        try:
+            print(f"report:      {write_report(self.path)}")
+            write_trace(self.path)
+        except Exception:
+            log.exception("the report could not be written; `python -m asyncrl.report %s` tries again", self.path)
 
     def _check_owner(self) -> None:
         """Raises ConfigError if another user made the journal's folder, as anyone can in a shared ``journal_dir``."""
@@ -210,6 +226,7 @@ class RunFolder:
     def _continue_from(self, point: ResumePoint, valid: Mapping[str, str]) -> None:
         """Restore the journal that fits, and put aside the checkpoints that do not count."""
         self.epoch.found(valid)
+        (self.path / SUMMARY).unlink(missing_ok=True)  # of an end that was none
         self.checkpoint = point.checkpoint
         for other in self.checkpoints.all():
             later = self.checkpoint is not None and other.taken > self.checkpoint.taken

@@ -280,9 +280,6 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     rewards, group = columns["rewards"][first].astype(np.float64), columns["group"][first]
     lengths = np.bincount(columns["sample"], np.diff(batch.row_offsets))
     partial, version_span = columns["versions"][first] > 1, columns["version_span"][first]
-    highest, lowest = np.full(group.max() + 1, -np.inf), np.full(group.max() + 1, np.inf)
-    np.maximum.at(highest, group, rewards)
-    np.minimum.at(lowest, group, rewards)
     return {
         "critic/rewards/mean": float(rewards.mean()),
         "critic/rewards/std": float(rewards.std()),
@@ -294,11 +291,10 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
         "response_length/min": float(lengths.min()),
         **quantiles("response_length", lengths, (10, 50, 90, 99)),
         "response_length/clip_ratio": float(np.isin(columns["finish"][first], TRUNCATED).mean()),
-        "rollout/zero_variance": float((highest == lowest).mean()),
         "fully_async/partial/ratio": float(partial.mean()),
         "fully_async/partial/count": float(partial.sum()),
         "fully_async/partial/max_span": float(version_span.max()),
-        "trainer/groups": float(len(highest)),
+        "trainer/groups": float(group.max() + 1),
         "trainer/samples": float(len(first)),
         "trainer/sequences": float(len(batch)),
         "trainer/tokens": float(len(batch.tokens)),

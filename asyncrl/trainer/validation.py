@@ -71,14 +71,15 @@ class ValidationSchedule:
 
     async def validate(self, progress: Progress) -> None:
         """Validate ``progress.version`` if it is the first, the last, or one of every ``validation.every_versions``.
-        Waits for the first and the last validation; others run concurrently with training, one at a time: the next is
+        Waits for the first validation of this driver and for the last; others run concurrently with training, one at a time: the next is
         left out if the one before has not ended."""
         every = self._options.every_versions
         due = bool(every) and progress.version.number % every == 0
         if not self._has_prompts:
             return
         if progress.last or not self._training:
-            await self._validate(progress, "after" if progress.last else "before")
+            first = progress.step == 0  # else this driver has resumed the run
+            await self._validate(progress, "after" if progress.last else "before" if first else None)
             self._training = True
         elif due and self._concurrent is not None and not self._concurrent.done():
             self._recorder.count("validation/left_out")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 START, END = "<|im_start|>", "<|im_end|>"
 _ROLES = "(system|user|assistant|tool)\n"
 _MARK = re.compile(rf"{re.escape(START)}{_ROLES}|({re.escape(END)}\n?)")
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class Piece(NamedTuple):

@@ -8,21 +8,24 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
 from asyncrl.observability import charts, trajectory_files
-from asyncrl.observability.number_format import is_number, short_number, short_seconds
+from asyncrl.observability.number_format import short_number, short_seconds
 from asyncrl.observability.report import group_timeline, page, swimlanes
 from asyncrl.observability.report.conversation import Conversation, Piece
-from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
+from asyncrl.observability.series import Series, read_series, totals
+from asyncrl.observability.sinks.jsonl import METRICS_FILE
 from asyncrl.observability.sinks.timeline import read_spans
 from asyncrl.observability.trajectories import caption, plural
 
 REPORT_FILE = "report.html"
 MAX_TRAJECTORIES = 24
 MAX_FAILED = 8  # of these
+
+T = TypeVar("T")
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -32,8 +35,8 @@ def write_report(run_dir: Path | str) -> Path:
     ``trainer.total_steps``, ``model.path`` and the modes) and summary.json, all of them optional. summary.json is a
     flat object: ``status`` (finished | interrupted | failed; derived from ``failed`` if missing), ``reason`` (why the
     run ended before its last step, or null) and ``failed`` (the error, or null). Its ``accuracy_before``,
-    ``accuracy_after``, ``steps``, ``samples``, ``tokens``, ``duration_s``, ``overlap`` and ``fraction_of_ideal`` take
-    precedence over the metrics. Raises FileNotFoundError if ``run_dir`` is not a folder."""
+    ``accuracy_after``, ``steps`` and ``fraction_of_ideal`` take precedence over the metrics. Raises FileNotFoundError
+    if ``run_dir`` is not a folder."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise FileNotFoundError(f"expected a run folder, which holds {METRICS_FILE}; {run_dir} is not a folder")
@@ -47,36 +50,16 @@ def write_report(run_dir: Path | str) -> Path:
     return path
 
 
-def read_series(run_dir: Path) -> tuple[dict[str, tuple[list[int], list[float | None]]], list[float]]:
-    """(name → (steps, values), Unix times of the first and the last line) of metrics.jsonl. If a step repeats, the last
-    value of each name counts."""
-    by_step: dict[int, dict[str, Any]] = {}
-    times: list[float] = []
-    for row in read_jsonl(run_dir / METRICS_FILE):
-        if not isinstance(row.get("step"), int):
-            continue
-        by_step.setdefault(row["step"], {}).update(row)
-        if is_number(row.get("time")):
-            times = [*times[:1], row["time"]]
-    series: dict[str, tuple[list[int], list[float | None]]] = {}
-    for step in sorted(by_step):
-        for name, value in by_step[step].items():
-            if name not in ("step", "time") and (value is None or is_number(value)):
-                steps, values = series.setdefault(name, ([], []))
-                steps.append(step)
-                values.append(value)
-    return series, times
-
-
 def _render(run_dir: Path) -> str:
     series, times = read_series(run_dir)
     summary = _read_json(run_dir / "summary.json")
     config_path = run_dir / "config.yaml"
     config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
     config = OmegaConf.create(config_text or "{}")
-    found = trajectory_files.read(run_dir)
+    failed, steps = trajectory_files.failed_files(run_dir), trajectory_files.step_files(run_dir)
+    kept = sum(map(trajectory_files.row_count, [*failed, *steps]))
+    found = trajectory_files.read_files([*failed, *_evenly(steps, MAX_TRAJECTORIES)])  # a long run's fill the memory
     shown = _shown(found)
-    kept = f" ({len(shown)} of {len(found)} kept)" if len(shown) < len(found) else ""
     return page.render(
         title=str(OmegaConf.select(config, "name", throw_on_missing=False) or run_dir.resolve().name),
         badge=_badge(summary),
@@ -87,13 +70,13 @@ def _render(run_dir: Path) -> str:
         sections=[*_metric_sections(series), page.Section("Timeline", [*_actors(run_dir), *_groups(run_dir)])],
         trajectories=[_trajectory(row) for row in shown],
         damage="; ".join(found.damaged),
-        trajectories_title=f"Trajectories{kept}",
+        trajectories_title=f"Trajectories ({len(shown)} of {kept} kept)" if len(shown) < kept else "Trajectories",
         summary={name: _fact(value) for name, value in summary.items() if not isinstance(value, (dict, list))},
         config_text=config_text,
     )
 
 
-def _metric_sections(series: charts.Series) -> Iterator[page.Section]:
+def _metric_sections(series: Series) -> Iterator[page.Section]:
     for title, group in charts.SECTIONS.items():
         drawn = page.charts(*((chart.title, chart.caption, charts.line_chart(chart, series)) for chart in group))
         drawn += page.charts(
@@ -197,10 +180,11 @@ def _subtitle(config: Any, times: Sequence[float]) -> str:
 
 
 def _key_figures(
-    series: charts.Series, times: Sequence[float], summary: Mapping[str, Any], total_steps: int | None
+    series: Series, times: Sequence[float], summary: Mapping[str, Any], total_steps: int | None
 ) -> dict[str, str]:
     """label → text of the known figures, most interesting first."""
     figures: dict[str, str] = {}
+    whole = totals(series)
     held_out = [value for value in series.get("validation/accuracy", ([], []))[1] if value is not None]
     before = summary.get("accuracy_before", held_out[0] if held_out else None)
     after = summary.get("accuracy_after", held_out[-1] if len(held_out) > 1 else None)
@@ -211,18 +195,18 @@ def _key_figures(
     last_step = max((steps[-1] for steps, _ in series.values()), default=None)
     if (steps_done := summary.get("steps", last_step)) is not None:
         figures["train steps"] = f"{steps_done}/{total_steps}" if total_steps else str(steps_done)
-    if (samples := summary.get("samples")) is not None:
+    if (samples := whole.get("samples")) is not None:
         figures["samples"] = f"{samples:,.0f}"
     elif (groups := _last(series, "fully_async/count/trained")) is not None:
         figures["groups trained"] = f"{groups:,.0f}"
-    if (tokens := summary.get("tokens")) is not None:
+    if (tokens := whole.get("tokens")) is not None:
         figures["response tokens"] = short_number(tokens)
-    duration_s = summary.get("duration_s", times[-1] - times[0] if len(times) > 1 else None)
+    duration_s = whole.get("duration_s", times[-1] - times[0] if len(times) > 1 else None)
     if duration_s is not None:
         figures["duration"] = short_seconds(duration_s)
     if (fraction := summary.get("fraction_of_ideal")) is not None:
         figures["efficiency"] = f"{fraction:.0%}"
-    if (overlap := summary.get("overlap", _last(series, "fully_async/overlap"))) is not None:
+    if (overlap := whole.get("overlap")) is not None:
         figures["of the time, both pools busy"] = f"{overlap:.0%}"
     staleness = [value for value in series.get("fully_async/staleness/max", ([], []))[1] if value is not None]
     if staleness:
@@ -234,7 +218,7 @@ def _key_figures(
     return figures
 
 
-def _last(series: charts.Series, metric: str) -> float | None:
+def _last(series: Series, metric: str) -> float | None:
     return next((value for value in reversed(series.get(metric, ([], []))[1]) if value is not None), None)
 
 
@@ -250,11 +234,11 @@ def _shown(found: trajectory_files.Trajectories) -> list[dict[str, Any]]:
     return found.rows(failed + others)
 
 
-def _evenly(numbers: Sequence[int], count: int) -> list[int]:
+def _evenly(items: Sequence[T], count: int) -> list[T]:
     """``count`` evenly spaced ones, first and last included."""
-    if len(numbers) <= count:
-        return list(numbers)
-    return [numbers[round(i * (len(numbers) - 1) / (count - 1))] for i in range(count)]
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -22,12 +22,15 @@ def write_trace(run_dir: Path | str) -> Path:
     path."""
     path = Path(run_dir) / TRACE_FILE
     unfinished = path.with_name(f".{TRACE_FILE}.{os.getpid()}")
-    with gzip.open(unfinished, "wt", compresslevel=5, encoding="utf-8", errors="replace") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        for i, event in enumerate(_events(Path(run_dir))):
-            file.write((",\n" if i else "") + json.dumps(event, separators=(",", ":")))
-        file.write("\n]}\n")
-    unfinished.replace(path)
+    try:
+        with gzip.open(unfinished, "wt", compresslevel=5, encoding="utf-8", errors="replace") as file:
+            file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+            for i, event in enumerate(_events(Path(run_dir))):
+                file.write((",\n" if i else "") + json.dumps(event, separators=(",", ":")))
+            file.write("\n]}\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return path
 
 

@@ -25,6 +25,9 @@ class Sink:
         """What one actor recorded since the last call, about every two seconds: spans, counters, gauges, failed
         samples."""
 
+    def left(self, actor: str) -> None:
+        """A replica was removed; its name may come again."""
+
     def trajectories(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Samples of one train step, see `asyncrl.observability.trajectories.sampled_rows`."""
 

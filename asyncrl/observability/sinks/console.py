@@ -90,6 +90,9 @@ class ConsoleSink(Sink):
         if self._terminal is None and self._clock() - self._printed_s >= self._every_s:
             self._print(f"{'…':>{self._step_width()}}  {self._status()}")
 
+    def left(self, actor: str) -> None:
+        self._open_spans.pop(actor, None)
+
     def close(self, failed: str | None, stopped: str | None = None) -> None:
         if self._terminal:
             self._terminal.close()

@@ -39,6 +39,10 @@ class Hub:
         for sink in list(self._sinks):
             self._call(sink, "spans", batch)
 
+    def left(self, actor: str) -> None:
+        for sink in list(self._sinks):
+            self._call(sink, "left", actor)
+
     def trajectories(self, rows: Sequence[Mapping[str, Any]]) -> None:
         for sink in list(self._sinks):
             self._call(sink, "trajectories", rows)

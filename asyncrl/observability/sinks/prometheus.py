@@ -58,6 +58,11 @@ class PrometheusSink(Sink):
             self._gauges |= batch.gauges
             self._counters.update(batch.counters)
 
+    def left(self, actor: str) -> None:
+        with self._lock:
+            self._heard_s.pop(actor, None)
+            self._gauges = {name: value for name, value in self._gauges.items() if not name.endswith(f"/{actor}")}
+
     def close(self, failed: str | None, stopped: str | None = None) -> None:
         self._server.shutdown()
         self._server.server_close()

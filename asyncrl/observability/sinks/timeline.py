@@ -61,6 +61,9 @@ class TimelineSink(Sink):
         self._open[batch.actor] = batch.open_spans
         self._write(batch.spans)
 
+    def left(self, actor: str) -> None:
+        self._write(self._open.pop(actor, ()), {"open": True})
+
     def close(self, failed: str | None, stopped: str | None = None) -> None:
         """Writes spans that are still open, with their duration at the last drain and marked ``open``."""
         self._write((span for spans in self._open.values() for span in spans), {"open": True})

@@ -6,14 +6,15 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from asyncrl.config.load import to_yaml
+from asyncrl.config.load import ConfigError, to_yaml
 from asyncrl.config.schema import Config, WandbConfig
+from asyncrl.disk.files import write_whole
 from asyncrl.observability.number_format import is_number, json_number
 from asyncrl.observability.sinks.base import Sink, SinkSpec
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
@@ -22,6 +23,7 @@ TABLE = ("step", "prompt_id", "prompt", "response", "reward", "versions", "finis
 _TRAINED = "actor/loss"  # only the metrics of train steps have it
 _RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for the driver of a submitted job
 _SERVICE = "WANDB_SERVICE"
+FINISH_S = 120.0  # for the last uploads: an online run whose network is gone ends too; `wandb sync` uploads the rest
 
 
 class WandbSink(Sink):
@@ -29,8 +31,8 @@ class WandbSink(Sink):
 
     The x axis of every metric is the train step: ``step`` is logged as a metric and declared as the x axis, because
     wandb drops values of earlier steps than its latest, and validation results may be late. Numbers and strings are
-    logged, other values dropped. Every ``table_every_steps`` steps the trajectories sampled since the last table are
-    logged as a table.
+    logged, other values dropped. Every ``table_every_steps`` steps, and at the end, the trajectories sampled since the
+    last table are logged as a table.
 
     A resumed run continues the same wandb run. Steps that a rollback to a checkpoint repeats are not logged again:
     metrics.jsonl has the later values, wandb the earlier ones.
@@ -62,7 +64,9 @@ class WandbSink(Sink):
             config=dict(run_config),
             reinit="create_new",
             # wandb's terminal capture would swallow the console sink's lines.
-            settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
+            settings=wandb.Settings(
+                silent=True, console="off", disable_git=True, save_code=False, finish_timeout=FINISH_S
+            ),
         )
         self._table_every = config.table_every_steps
         self._rows: list[Sequence[Any]] = []  # trajectories since the last table
@@ -80,18 +84,18 @@ class WandbSink(Sink):
         self._run.log(row | {"step": int(step)})
 
     def trajectories(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if not rows or not self._table_every:
+            return
         self._rows += [[_cell(row.get(column)) for column in TABLE] for row in rows]
-        if rows and self._table_every and rows[0]["step"] % self._table_every == 0:
-            import wandb
-
-            table = wandb.Table(columns=list(TABLE), data=self._rows)
-            self._run.log({"trajectories": table, "step": int(rows[0]["step"])})
-            self._rows = []
+        if rows[0]["step"] % self._table_every == 0:
+            self._log_table()
 
     def close(self, failed: str | None, stopped: str | None = None) -> None:
         """Ends the wandb run: exit code 1 after a failure, and the reason in the summary."""
         import wandb
 
+        if self._rows:
+            self._log_table()
         for name, reason in (("failed", failed), ("stopped", stopped)):
             if reason is not None:
                 self._run.summary[name] = reason
@@ -102,6 +106,13 @@ class WandbSink(Sink):
         if self._detached:
             _wandb("beta", "core", "stop")
             del os.environ[_SERVICE]
+
+    def _log_table(self) -> None:
+        import wandb
+
+        table = wandb.Table(columns=list(TABLE), data=self._rows)
+        self._run.log({"trajectories": table, "step": int(self._rows[-1][0])})  # its rows' last
+        self._rows = []
 
 
 def _wandb(*command: str) -> str:
@@ -114,8 +125,8 @@ def _wandb(*command: str) -> str:
 
 def _run_id(path: Path) -> str:
     """The run's wandb id, kept in ``path`` for resumed runs."""
-    if not path.is_file():
-        path.write_text(secrets.token_hex(4))
+    if not path.is_file() or not path.read_text():
+        write_whole(path, secrets.token_hex(4))
     return path.read_text()
 
 
@@ -147,8 +158,31 @@ def git_state() -> dict[str, str | bool]:
 
 
 def _open(config: Config, run_dir: Path) -> WandbSink:
+    import wandb
+
     about = yaml.safe_load(to_yaml(config)) | ({"git": git} if (git := git_state()) else {})
-    return WandbSink(config.reporting.wandb, config.name, run_dir, about)
+    try:
+        return WandbSink(config.reporting.wandb, config.name, run_dir, about)
+    except wandb.Error as e:
+        raise ConfigError([f"reporting.wandb: a run cannot begin: {e}"]) from None
 
 
-SINK = SinkSpec(open=_open, enabled=lambda config: config.reporting.wandb.mode != "disabled")
+def _problems(config: Config) -> Iterator[str]:
+    """Asks for no password: nobody may be there."""
+    if config.reporting.wandb.mode == "online":
+        import wandb
+
+        wandb.setup(wandb.Settings(silent=True))
+        try:
+            logged_in = wandb.login(prompt=False, verify=False)
+        except wandb.Error as e:
+            yield f"reporting.wandb.mode: online needs a valid login: {e}"
+        else:
+            if not logged_in:
+                yield (
+                    "reporting.wandb.mode: online needs a login, found none; set WANDB_API_KEY or run `wandb login`, "
+                    "or choose offline, whose runs `wandb sync` uploads later"
+                )
+
+
+SINK = SinkSpec(open=_open, enabled=lambda config: config.reporting.wandb.mode != "disabled", problems=_problems)

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import wandb
+
 from asyncrl.config.schema import WandbConfig
-from asyncrl.observability.charts import SECTIONS
+from asyncrl.observability.charts import FAMILIES, SECTIONS
 from asyncrl.observability.sinks.console import SYNC_PHASES
 
 
@@ -24,7 +27,13 @@ def definition() -> list[dict[str, Any]]:
     sections = [
         {
             "name": name,
-            "panels": [{"title": chart.title, "metrics": [line.metric for line in chart.lines]} for chart in charts],
+            "panels": [
+                *({"title": chart.title, "metrics": [line.metric for line in chart.lines]} for chart in charts),
+                *(
+                    {"title": family.title, "regex": f"^{re.escape(family.prefix)}.*{re.escape(family.suffix)}$"}
+                    for family in FAMILIES.get(name, ())
+                ),
+            ],
         }
         for name, charts in SECTIONS.items()
     ]
@@ -73,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         print(save(args.entity, args.project, args.name))
+    except wandb.Error as e:
+        print(f"wandb: {e}; a login is needed: set WANDB_API_KEY or run `wandb login`", file=sys.stderr)
+        return 1
     except ImportError:
         print("the package wandb-workspaces is not installed; `pip install wandb-workspaces` adds it", file=sys.stderr)
         return 1

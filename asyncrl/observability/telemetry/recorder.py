@@ -10,7 +10,8 @@ call that doubles as the liveness check, and passes the `Batch` to its sinks. Ac
     recorder.gauge("queue/depth", 3)              # last value
     batch = recorder.drain()
 
-Times are seconds of the node's monotonic clock, which all its processes share.
+Times are seconds of the machine's monotonic clock, which all its processes share; `Batch.shifted` puts those of another
+machine on the driver's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from asyncrl.observability.telemetry.clock import now_s
@@ -54,8 +55,8 @@ class Failure(NamedTuple):
 
 @dataclass
 class Batch:
-    """Recordings of one process since its last drain. Open spans end at the time of the drain and appear again, longer,
-    in later batches, so that a pause in progress never reads as zero."""
+    """Recordings of one process since its last drain, at ``at_s`` of its clock. Open spans end at that time and appear
+    again, longer, in later batches, so that a pause in progress never reads as zero."""
 
     actor: str
     spans: list[Span] = field(default_factory=list)
@@ -64,6 +65,15 @@ class Batch:
     gauges: dict[str, float] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     profiled: list[Any] = field(default_factory=list)
+    at_s: float = 0.0
+
+    def shifted(self, by_s: float) -> Batch:
+        """The same with all times later by ``by_s``."""
+
+        def later(spans: list[Span]) -> list[Span]:
+            return [span._replace(start_s=span.start_s + by_s, end_s=span.end_s + by_s) for span in spans]
+
+        return replace(self, spans=later(self.spans), open_spans=later(self.open_spans), at_s=self.at_s + by_s)
 
 
 class Recorder:
@@ -139,7 +149,14 @@ class Recorder:
         with self._lock:
             still_open = [Span(self.actor, name, start, at, args) for name, start, args in self._open.values()]
             batch = Batch(
-                self.actor, self._spans, still_open, self._counters, dict(self._gauges), self._failures, self._profiled
+                self.actor,
+                self._spans,
+                still_open,
+                self._counters,
+                dict(self._gauges),
+                self._failures,
+                self._profiled,
+                at,
             )
             self._spans, self._counters, self._failures, self._profiled = [], {}, [], []
         return batch

@@ -284,7 +284,7 @@ class BaseBackend(ABC):
     def export_hf(self, path: Path) -> None:
         with self._resident("parameters", "optimizer"):
             self._export.write_hf(path)
-        dist.barrier()
+        dist.barrier(self._checkpoint_group)  # one rank writes, which may take longer than any collective
 
     # -- state -----------------------------------------------------------------------------------------------------
 
