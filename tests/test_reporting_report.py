@@ -13,8 +13,8 @@ import pytest
 from asyncrl.observability import charts
 from asyncrl.observability.report import swimlanes
 from asyncrl.observability.report.report import MAX_FAILED, MAX_TRAJECTORIES, REPORT_FILE, write_report
-from asyncrl.observability.series import read_series, totals
 from asyncrl.observability.report.trace import TRACE_FILE
+from asyncrl.observability.series import read_series, totals
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, JsonlFile
 from asyncrl.observability.sinks.timeline import SPANS_FILE
 from asyncrl.observability.trajectory_files import write_failed, write_step

@@ -84,7 +84,7 @@ def test_a_sink_given_by_its_import_path_is_opened_beside_the_built_in_ones(tmp_
         (f"{__name__}:NoSpec", r"^reporting.sinks: .*:NoSpec is a class; expected an instance, such as SINK = NoSpec"),
         (
             f"{__name__}:NO_SINK",
-            r"^reporting.sinks: .*:NO_SINK made object, which lacks close, metrics, spans, trajectories; ",
+            r"^reporting.sinks: .*:NO_SINK made object, which lacks close, left, metrics, spans, trajectories; ",
         ),
         (f"{__name__}:STRICT", r"^name: expected nice, found run$"),
         ("prometheus", r"^reporting.prometheus.port: expected a port to serve, found 0, but reporting.sinks names "),

@@ -187,7 +187,9 @@ def test_sampled_trajectories_become_a_table_every_few_steps(alone, tmp_path):
     tables = [row for row in offline_run(tmp_path).history if "trajectories" in row or "trajectories/_type" in row]
     assert [row["step"] for row in tables] == [2, 4, 5]
     files = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/*.table.json"))
-    first, second, rest = sorted((json.loads(file.read_text()) for file in files), key=lambda table: table["data"][0][0])
+    first, second, rest = sorted(
+        (json.loads(file.read_text()) for file in files), key=lambda table: table["data"][0][0]
+    )
     assert first["columns"] == list(TABLE)
     assert [row[0] for row in first["data"]] == [1, 1, 2, 2]
     assert [row[0] for row in second["data"]] == [3, 3, 4, 4]

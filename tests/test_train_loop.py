@@ -484,6 +484,7 @@ async def test_an_actor_that_does_not_answer_makes_no_other_seem_idle():
     monitor = await monitored(rank, replica, stopped=asyncio.Event().wait)
     with rank.span("trainer/step"), replica.span("rollout/generate"):
         for step in (1, 2):
+            await asyncio.sleep(0.05)
             values = await monitor.on_step(at(step), {})
             assert values["fully_async/trainer/idle_ratio"] < 0.2
             assert values["fully_async/rollouter/idle_ratio"] < 0.2

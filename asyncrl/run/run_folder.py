@@ -150,9 +150,7 @@ class RunFolder:
         """A driver that lost its epoch never replaces the copy of the next one."""
         return self.path / JOURNAL_COPIES / f"{self.epoch.number:06d}" if self._config.journal_dir else None
 
-    def summarize(
-        self, shutdown: Shutdown, figures: Mapping[str, Any], profile: Mapping[str, Any] | None
-    ) -> None:
+    def summarize(self, shutdown: Shutdown, figures: Mapping[str, Any], profile: Mapping[str, Any] | None) -> None:
         """Write summary.json, with the totals of all drivers of the run, and profile.json. Raises EpochOver."""
         self.epoch.check()
         whole = totals(read_series(self.path)[0])

@@ -71,8 +71,8 @@ class ValidationSchedule:
 
     async def validate(self, progress: Progress) -> None:
         """Validate ``progress.version`` if it is the first, the last, or one of every ``validation.every_versions``.
-        Waits for the first validation of this driver and for the last; others run concurrently with training, one at a time: the next is
-        left out if the one before has not ended."""
+        Waits for the first validation of this driver and for the last; others run concurrently with training, one at a
+        time: the next is left out if the one before has not ended."""
         every = self._options.every_versions
         due = bool(every) and progress.version.number % every == 0
         if not self._has_prompts:
