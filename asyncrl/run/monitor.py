@@ -141,7 +141,7 @@ class Monitor:
         self._summary |= {"version": str(progress.version), **counts, **dropped, **perf}
         self._summary |= self.efficiency.figures() if self.efficiency else {}
         self._profile = run_profile(
-            self._totals, self._syncs, self._groups, queue.get("perf/ledger_write_s", math.nan), self._config
+            self._totals, list(self._syncs), self._groups, queue.get("perf/ledger_write_s", math.nan), self._config
         )
         if advice := self._summary.get("advice"):
             log.info("efficiency: %.0f %% of the ideal; %s", 100 * self._summary["fraction_of_ideal"], advice)
