@@ -337,7 +337,7 @@ async def test_a_restarted_rollouter_may_ask_for_all_groups_that_were_ever_issue
     await q.covered(1)
     await q.drop([Drop("c", "zero_variance", 1.0), Drop("d", "too_small")])
     await started(q, "e")
-    history = [("a", 0, 0.0), ("b", 0, 0.0), ("c", 0, 1.0), ("d", 0, None), ("e", 1, None)]
+    history = [("a", 0, 0.0), ("b", 0, 0.0), ("c", 0, 1.0), ("d", 0, 0.0), ("e", 1, None)]
     assert (await q.recover(history=True)).history == [Issued(*group) for group in history]
     assert (await q.recover()).history == []
     await journal.close()
