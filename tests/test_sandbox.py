@@ -15,6 +15,7 @@ import pytest
 
 from asyncrl.cli.sandbox import main as serve_or_probe
 from asyncrl.config.schema import SandboxConfig
+from asyncrl.sandbox import measure
 from asyncrl.sandbox.base import Limits, SandboxFailed
 from asyncrl.sandbox.cgroups import Cgroups
 from asyncrl.sandbox.choose import KINDS, open_pool, probe
@@ -122,6 +123,16 @@ async def test_output_beyond_the_limit_is_dropped(kind):
         assert not (await sandbox.exec(["echo", "short"])).truncated
 
 
+def test_a_file_counts_once_whatever_names_it_has(tmp_path):
+    (tmp_path / "file").write_bytes(os.urandom(600 << 10))
+    (tmp_path / "folder").mkdir()
+    for number in range(5):
+        (tmp_path / "folder" / f"{number}").hardlink_to(tmp_path / "file")
+    assert measure.folder(str(tmp_path), [], Limits(disk_mb=1)) == ""
+    (tmp_path / "other").write_bytes(os.urandom(600 << 10))
+    assert measure.folder(str(tmp_path), [], Limits(disk_mb=1)) == "the sandbox had more than its 1 MiB of files"
+
+
 async def test_a_venv_is_an_interpreter_with_its_packages(tmp_path):
     """Also one that the sandbox's user could not reach by itself."""
     async with sandbox_of(python=sys.executable) as sandbox:
@@ -222,6 +233,7 @@ THROUGH = {
     "landlock": {
         "see_the_tree_of_the_host": _ASKS,
         "see_system_folders": _ASKS,
+        "memory_as_files": "its files are on the machine's disk, and bound by sandbox.disk_mb",
     },
     "podman": {
         "see_system_folders": "an image has its own",
@@ -260,6 +272,14 @@ def test_no_attack_gets_out_of_the_sandbox_of_an_ordinary_user(name):
     found = as_somebody(lambda: asyncio.run(trial(make, list(ATTACKS))))
     expected = THROUGH[name] | (AS_SOMEBODY if name == "landlock" else {})
     assert {attack: how for attack, how in found.items() if how and attack not in expected} == {}
+
+
+@pytest.mark.parametrize("name", ["bubblewrap", "landlock"])
+def test_without_control_groups_no_memory_stays_unseen(monkeypatch, name):
+    monkeypatch.setattr("asyncrl.sandbox.cgroups._candidates", lambda mounts, membership: [])
+    make = lambda: SandboxPool(_kind(name), LIMITS, warm=1, most=4)
+    found = asyncio.run(trial(make, [attack for attack in ATTACKS if attack.startswith("memory_")]))
+    assert {attack: how for attack, how in found.items() if how and attack not in THROUGH[name]} == {}
 
 
 @pytest.mark.parametrize("as_root", [pytest.param(True, marks=pytest.mark.slow), False])

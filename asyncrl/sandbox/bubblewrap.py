@@ -41,7 +41,7 @@ class Bubblewrap:
         if not self._program:
             raise SandboxFailed("infra", "bubblewrap is not installed; apt-get install bubblewrap")
         try:
-            self._filter = seccomp_filter()
+            self._filters = {bound: seccomp_filter(bound=bound) for bound in (True, False)}
         except SeccompError as e:
             raise SandboxFailed("infra", str(e)) from None
         self._users = Users()
@@ -58,7 +58,7 @@ class Bubblewrap:
 
     def launch(self, bound: bool) -> Launch:
         read, write = os.pipe()
-        os.write(write, self._filter)  # a pipe holds more
+        os.write(write, self._filters[bound])  # a pipe holds more
         os.close(write)
         uid = self._users.take()
         python = (self._interpreter.path, "-I", "-S", _RUNNER, *process_limits(self._limits, bound))
@@ -81,8 +81,7 @@ class Bubblewrap:
         os.rmdir(self._folder)
 
     def _exceeded(self, pid: int) -> str:
-        below = pids_below(pid)
-        return measure.memory(below, self._limits) or (measure.inodes(below[-1]) if below else "")
+        return measure.memory_with_files(pids_below(pid), self._limits)
 
     def _arguments(self) -> list[str]:
         arguments = "--unshare-all --unshare-user --die-with-parent --new-session --as-pid-1 --clearenv".split()

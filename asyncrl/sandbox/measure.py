@@ -15,9 +15,22 @@ _MAX_FILES = 20_000
 _BLOCK_BYTES = 512
 
 
-def memory(pids: Sequence[int], limits: Limits) -> str:
-    """Of all processes together."""
-    return too_much_memory(limits) if memory_above(limits.memory_mb * MIB, pids) else ""
+def memory(pids: Sequence[int], limits: Limits, files_bytes: int = 0) -> str:
+    """Of all processes together, and of files that are in memory."""
+    return too_much_memory(limits) if memory_above(limits.memory_mb * MIB - files_bytes, pids) else ""
+
+
+def memory_with_files(pids: Sequence[int], limits: Limits) -> str:
+    """Of all processes together and of the file system, in memory, that they have at `WORKDIR`; and how many files that
+    has."""
+    count, used = 0, 0
+    for pid in pids:  # the first is the runner, which lives as long as the sandbox
+        with contextlib.suppress(OSError):  # it has ended
+            found = os.statvfs(f"/proc/{pid}/root{WORKDIR}")
+            count = found.f_files - found.f_ffree
+            used = (found.f_blocks - found.f_bfree) * found.f_frsize
+            break
+    return memory(pids, limits, used) or (_too_many_files() if count > _MAX_FILES else "")
 
 
 def too_much_memory(limits: Limits) -> str:
@@ -33,18 +46,10 @@ def threads(pids: Sequence[int], limits: Limits) -> str:
     return f"the sandbox had more than its {limits.processes} processes and threads" if found > limits.processes else ""
 
 
-def inodes(pid: int) -> str:
-    """Of the file system that the process has at `WORKDIR`."""
-    try:
-        found = os.statvfs(f"/proc/{pid}/root{WORKDIR}")
-    except OSError:  # it has ended
-        return ""
-    return _too_many_files() if found.f_files - found.f_ffree > _MAX_FILES else ""
-
-
 def folder(path: str, pids: Sequence[int], limits: Limits) -> str:
     """What is below the folder, and files that the processes still have open after their removal."""
-    count, used = 0, sum(_removed_bytes(os.stat(path).st_dev, pids))
+    count, removed = 0, sum(_removed_bytes(os.stat(path).st_dev, pids))
+    sizes: dict[tuple[int, int], int] = {}  # by inode, which may have several names
     folders = [path]
     while folders:
         try:
@@ -52,7 +57,8 @@ def folder(path: str, pids: Sequence[int], limits: Limits) -> str:
                 for entry in entries:
                     count += 1
                     with contextlib.suppress(FileNotFoundError):
-                        used += entry.stat(follow_symlinks=False).st_blocks * _BLOCK_BYTES
+                        found = entry.stat(follow_symlinks=False)
+                        sizes[found.st_dev, found.st_ino] = found.st_blocks * _BLOCK_BYTES
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
                     if count > _MAX_FILES:
@@ -61,6 +67,7 @@ def folder(path: str, pids: Sequence[int], limits: Limits) -> str:
             continue
         except OSError as e:
             return f"the sandbox had a folder that could not be measured ({e.strerror})"
+    used = removed + sum(sizes.values())
     return f"the sandbox had more than its {limits.disk_mb} MiB of files" if used > limits.disk_mb * MIB else ""
 
 

@@ -27,12 +27,14 @@ _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _SOCK_STREAM, _SOCK_SEQPACKET = 1, 5  # a pair of datagram sockets could send to others
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # would type into the terminal
 
-#: Without namespaces of its own, a sandbox would share these with all of its user's processes: queues and memory, news
-#: of files, and memory that no process shows as its own.
+#: Without namespaces of its own, a sandbox would share these with all of its user's processes: queues, memory, and news
+#: of files.
 _SHARED = """
-inotify_add_watch inotify_init inotify_init1 listmount memfd_create memfd_secret mq_open mq_unlink msgctl msgget msgrcv
-msgsnd semctl semget semop semtimedop shmat shmctl shmget statmount
+inotify_add_watch inotify_init inotify_init1 listmount mq_open mq_unlink msgctl msgget msgrcv msgsnd semctl semget semop
+semtimedop shmat shmctl statmount
 """.split()
+#: What makes memory that no process need show as its own, so that a measurement misses it.
+_UNSEEN = "memfd_create memfd_secret shmget".split()
 #: System calls of which this argument names another process, unless it is 0: they would limit it or slow it down.
 _OF_PROCESSES = {
     "prlimit64": 0,
@@ -66,12 +68,15 @@ class _Comparison(ctypes.Structure):
 
 
 @functools.cache
-def seccomp_filter(*, namespaces: bool = True, own_user: bool = True, signals: bool = True) -> bytes:
+def seccomp_filter(
+    *, namespaces: bool = True, bound: bool = True, own_user: bool = True, signals: bool = True
+) -> bytes:
     """Program for this machine's architecture; what it denies fails with EPERM. Raises SeccompError.
 
     ``namespaces``: the sandbox has its own; if not, it makes no sockets but connected pairs, and shares nothing with
-    processes of its user. ``own_user``: its user owns nothing else; if not, owners and modes of files cannot be
-    changed. ``signals``: something else keeps signals inside; if not, none can be sent."""
+    processes of its user. ``bound``: a control group bounds its memory; if not, it has none that no process maps.
+    ``own_user``: its user owns nothing else; if not, owners and modes of files cannot be changed. ``signals``:
+    something else keeps signals inside; if not, none can be sent."""
     try:
         library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     except OSError as e:
@@ -115,6 +120,9 @@ def seccomp_filter(*, namespaces: bool = True, own_user: bool = True, signals: b
                 deny(name, errno.EPERM, _Comparison(argument, _CMP_NE, 0))
             for name, of_process in _KINDS_OF_PROCESSES.items():
                 deny(name, errno.EPERM, _Comparison(0, _CMP_NE, of_process))
+        if not (namespaces and bound):
+            for name in _UNSEEN:
+                deny(name, errno.EPERM)
         if not own_user:
             for name in _OF_OWNERS:
                 deny(name, errno.EPERM)

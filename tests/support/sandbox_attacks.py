@@ -662,6 +662,49 @@ def memory_by_many():
 
 
 @attack
+def memory_that_nobody_maps():
+    """Written to files that have no name; each stays below the limit of a file."""
+    kept, chunk = [], b"x" * (1 << 20)
+    with contextlib.suppress(OSError):
+        while len(kept) < facts()["memory_bytes"] >> 24:
+            kept.append(os.memfd_create("kept"))
+            for _ in range(16):
+                os.write(kept[-1], chunk)
+    time.sleep(2)
+    return len(kept) >= facts()["memory_bytes"] >> 24
+
+
+@attack
+def memory_that_nobody_maps_any_more():
+    """Segments live until they are removed."""
+    libc.shmat.restype, made = ctypes.c_void_p, 0
+    for _ in range(facts()["memory_bytes"] >> 24):
+        segment = libc.shmget(0, 16 << 20, 0o600)
+        at = libc.shmat(segment, None, 0)
+        if segment < 0 or at in (None, ctypes.c_void_p(-1).value):
+            break
+        ctypes.memset(at, 1, 16 << 20)
+        libc.shmdt(ctypes.c_void_p(at))
+        made += 1
+    time.sleep(2)
+    return made >= facts()["memory_bytes"] >> 24
+
+
+@attack
+def memory_as_files():
+    """As many files as there may be, with memory that stays below the limit without them."""
+    chunk = b"x" * (1 << 20)
+    with contextlib.suppress(OSError):
+        for number in range(6):
+            with open(f"fill{number}", "wb") as file:
+                for _ in range(9):
+                    file.write(chunk)
+    held = b"x" * (facts()["memory_bytes"] - (48 << 20))
+    time.sleep(2)
+    return bool(held)
+
+
+@attack
 def disk_fill():
     written = 0
     for folder in (os.getcwd(), "/tmp", "/dev/shm", "/dev", "/var/tmp", "/"):

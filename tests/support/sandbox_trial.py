@@ -69,6 +69,7 @@ class Host:
             "queue": self._queue,
             "shm": key,
             "disk_bytes": LIMITS.disk_mb * MIB + 16 * MIB,
+            "memory_bytes": LIMITS.memory_mb * MIB + 16 * MIB,
         }
         self._file = file
         self._as_it_was = self._state()
