@@ -34,8 +34,15 @@ pytestmark = pytest.mark.agents
 CONFIG = SandboxConfig(memory_mb=192, processes=24, disk_mb=64, warm=1, concurrent=2)
 BWRAP = shutil.which("bwrap")
 PODMAN = """#!/bin/sh
-echo "$@" >> {log}
+cd {folder}
+echo "$@" >> log
+case $1 in
+    ps) for name in asyncrl-*; do [ -e "$name" ] && echo "$name"; done;;
+    rm) shift 5; rm -f "$@";;
+esac
 [ "$1" = run ] || exit 0
+while [ "$1" != --name ]; do shift; done
+: > "$2"
 while [ "$1" != --volume ]; do shift; done
 runner=${{2%%:*}}
 while [ "$1" != /runner.py ]; do shift; done
@@ -456,11 +463,17 @@ async def test_a_weaker_kind_serves_if_it_is_chosen_or_allowed(only_these_progra
         assert (pool.kind.name, bool(pool.kind.weaker)) == ("landlock", True)
 
 
-async def test_podman_is_asked_for_a_container_that_can_do_nothing_and_to_remove_it(only_these_programs):
-    """By a stand-in that runs the runner."""
-    folder = only_these_programs
-    (folder / "podman").write_text(PODMAN.format(log=folder / "log", bwrap=BWRAP, python=PYTHON))
-    (folder / "podman").chmod(0o755)
+@pytest.fixture
+def stand_in_for_podman(only_these_programs):
+    """In its folder: ``log`` of its calls, and a file for each container. It runs the runner."""
+    program = only_these_programs / "podman"
+    program.write_text(PODMAN.format(folder=only_these_programs, bwrap=BWRAP, python=PYTHON))
+    program.chmod(0o755)
+    return only_these_programs
+
+
+async def test_podman_is_asked_for_a_container_that_can_do_nothing_and_to_remove_it(stand_in_for_podman):
+    folder = stand_in_for_podman
     async with sandbox_of(kind="podman", image="some/image", paths=[str(folder)], memory_mb=100, disk_mb=50) as sandbox:
         assert (await sandbox.exec([PYTHON, "-c", "print(6 * 7)"])).stdout == "42\n"
         running = [line for line in (folder / "log").read_text().splitlines() if line.startswith("run ")][-1]
@@ -473,6 +486,16 @@ async def test_podman_is_asked_for_a_container_that_can_do_nothing_and_to_remove
     assert "privileged" not in running.replace("no-new-privileges", "")
     container = running.split("--name ")[1].split()[0]
     assert (folder / "log").read_text().splitlines()[-1] == f"rm --force --ignore --time 0 {container}"
+
+
+async def test_a_host_that_is_closed_leaves_no_container_behind(stand_in_for_podman):
+    """Containers go on when their clients are killed."""
+    (stand_in_for_podman / "asyncrl-1-0").touch()  # somebody else's
+    async with serving(kind="podman", image="some/image", warm=2) as (_, client):
+        await client.create()
+        while len(list(stand_in_for_podman.glob("asyncrl-*"))) < 4:  # and two that are ready
+            await asyncio.sleep(0.1)
+    assert [path.name for path in stand_in_for_podman.glob("asyncrl-*")] == ["asyncrl-1-0"]
 
 
 async def test_podman_refuses_what_it_would_not_use(only_these_programs):

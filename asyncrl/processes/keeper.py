@@ -58,21 +58,23 @@ def keep(
     *,
     private: Sequence[int] = (),
     outputs: Sequence[Sequence[int]] = ((1, 2),),
-    at_end: Callable[[], object] | None = None,
+    at_end: Callable[[int], object] | None = None,
+    at_end_s: float = 0.0,
 ) -> Ended:
     """Make this process the keeper of ``work``, which runs in a process group of its own; returns when nothing is
     left of it.
 
     ``watch`` is made with the stand-in's pid. ``private``: descriptors of the worker alone. ``outputs``: groups of the
-    worker's descriptors, each a pipe that the keeper reads. ``at_end`` runs in the stand-in when all below it has
-    ended; then ``folder`` is removed."""
+    worker's descriptors, each a pipe that the keeper reads. ``at_end`` runs in the stand-in, with the worker's pid,
+    when all below it has ended, and may take ``at_end_s``; then ``folder`` is removed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     adopt_orphans()
     keeper = os.getpid()
     pipes = [(*os.pipe(), group) for group in outputs]
     if stand_in := os.fork():
         _close(*private, *(printed for _, printed, _ in pipes))
-        return _keep(stand_in, {output: group[0] for output, _, group in pipes}, folder, watch(stand_in))
+        printed_by = {output: group[0] for output, _, group in pipes}
+        return _keep(stand_in, printed_by, folder, watch(stand_in), _STAND_IN_ENDS_S + at_end_s)
     end_with_parent(keeper, by=signal.SIGTERM)
     adopt_orphans()
     with open(os.devnull) as nothing:
@@ -92,7 +94,7 @@ def keep(
     sys.exit()
 
 
-def _keep(stand_in: int, outputs: dict[int, int], folder: str, watch: Watch) -> Ended:
+def _keep(stand_in: int, outputs: dict[int, int], folder: str, watch: Watch, ends_s: float) -> Ended:
     exceeded, ending, measure_at = "", False, 0.0
     events = select.poll()
     events.register(_PARENT, 0)  # only its end: what the parent writes should not wake the keeper
@@ -114,7 +116,7 @@ def _keep(stand_in: int, outputs: dict[int, int], folder: str, watch: Watch) -> 
             ended = time.monotonic()
             measure_at = ended + max(_MEASURE_EVERY_S, _MEASURING_SHARE * (ended - began))
     os.kill(stand_in, signal.SIGTERM)
-    signal.sigtimedwait([signal.SIGCHLD], _STAND_IN_ENDS_S)
+    signal.sigtimedwait([signal.SIGCHLD], ends_s)
     status = kill_descendants()[stand_in]
     for output, descriptor in outputs.items():
         os.set_blocking(output, False)
@@ -125,14 +127,14 @@ def _keep(stand_in: int, outputs: dict[int, int], folder: str, watch: Watch) -> 
     return Ended(exceeded, os.waitstatus_to_exitcode(status))
 
 
-def _stand_in(worker: int, folder: str, at_end: Callable[[], object] | None) -> int:
+def _stand_in(worker: int, folder: str, at_end: Callable[[int], object] | None) -> int:
     """Exit code of the worker; 128 + n after signal n, as in a shell."""
     statuses: dict[int, int] = {}
     while worker not in statuses and signal.sigwait(_SIGNALS) == signal.SIGCHLD:
         statuses |= _ended_children()
     statuses |= kill_descendants()
     if at_end is not None:
-        at_end()
+        at_end(worker)
     remove_folder(folder)
     code = os.waitstatus_to_exitcode(statuses[worker])
     return code if code >= 0 else 128 - code

@@ -21,9 +21,10 @@ from asyncrl.sandbox.users import Users
 _RUNNER = "/runner.py"
 _ID = 1000  # of the user inside, where podman gives each of us users of our own
 _ELSEWHERE_MB = 8  # each of /tmp and /dev/shm
-_REMOVE_S = 30.0
+REMOVE_S = 30.0
 _PAUSE_S = 0.1
 _RUNNING_MB = 16  # the runner, which counts here
+_REMOVE = ("rm", "--force", "--ignore", "--time", "0")
 #: of this process, what podman needs: where its images and sockets are
 VARIABLES = (
     *("PATH", "HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "DBUS_SESSION_BUS_ADDRESS", "TMPDIR"),
@@ -60,9 +61,7 @@ class Podman:
         self._program = shutil.which("podman") or ""
         if not self._program:
             raise SandboxFailed("infra", "podman is not installed; apt-get install podman")
-        self._variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-        found = self._podman("image", "exists", image)
-        if found == 1:
+        if self._podman("image", "exists", image) == 1:
             raise SandboxFailed("infra", f"sandbox.image: podman has no image {image}; podman pull {image}")
         self._users = Users()
         self._folder = tempfile.mkdtemp(prefix="asyncrl-sandbox-")
@@ -74,11 +73,11 @@ class Podman:
 
     def launch(self, bound: bool) -> Launch:
         uid = self._users.take()
-        container = f"asyncrl-{os.getpid()}-{next(_names)}"
+        container = f"{_prefix(os.getpid())}{next(_names)}"
         return Launch(
             self._command(container, uid),
             _ENVIRONMENT,
-            variables=self._variables,
+            variables=_variables(),
             after=lambda ended: self._after(container, uid),
         )
 
@@ -111,8 +110,8 @@ class Podman:
     def _after(self, container: str, uid: int | None) -> None:
         """The container goes on when its client is killed. It may be about to remove itself, which another removal may
         disturb."""
-        until = time.monotonic() + _REMOVE_S
-        while self._podman("rm", "--force", "--ignore", "--time", "0", container):
+        until = time.monotonic() + REMOVE_S
+        while self._podman(*_REMOVE, container):
             if time.monotonic() > until:
                 log.warning("podman did not remove the container %s", container)
                 return
@@ -121,9 +120,40 @@ class Podman:
 
     def _podman(self, *arguments: str) -> int:
         """Exit status; 125 if podman failed itself, or took too long."""
-        try:
-            return subprocess.run(
-                [self._program, *arguments], capture_output=True, timeout=_REMOVE_S, env=self._variables
-            ).returncode
-        except (OSError, subprocess.TimeoutExpired):
-            return 125
+        return _run(self._program, *arguments).returncode
+
+
+def remove_containers(pid: int) -> None:
+    """Remove those of a process that has ended, within `REMOVE_S`. Where podman serves nothing, there are none."""
+    if not (program := shutil.which("podman")):
+        return
+    until, names = time.monotonic() + REMOVE_S, list[str]()
+    asked = ("ps", "--all", "--filter", f"name=^{_prefix(pid)}", "--format", "{{.Names}}")
+    while (left_s := until - time.monotonic()) > 0:
+        found = _run(program, *asked, within_s=left_s).stdout.split()
+        names = [name for name in found if name.startswith(_prefix(pid))]
+        if not names:
+            return
+        _run(program, *_REMOVE, *names, within_s=until - time.monotonic())
+        time.sleep(_PAUSE_S)
+    log.warning("podman did not remove the containers %s", ", ".join(names))
+
+
+def _prefix(pid: int) -> str:
+    """Of the names of a process's containers."""
+    return f"asyncrl-{pid}-"
+
+
+def _variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def _run(program: str, *arguments: str, within_s: float = REMOVE_S) -> subprocess.CompletedProcess[str]:
+    """Exit status 125, without output, if it did not run, or not to its end."""
+    command = [program, *arguments]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=within_s, env=_variables()
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.CompletedProcess(command, 125, "", "")

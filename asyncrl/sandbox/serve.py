@@ -21,6 +21,7 @@ from asyncrl.sandbox.base import SandboxFailed
 from asyncrl.sandbox.cgroups import remove_left_behind
 from asyncrl.sandbox.choose import open_pool
 from asyncrl.sandbox.host import SandboxHost
+from asyncrl.sandbox.podman import REMOVE_S, remove_containers
 
 _MAX_REQUEST_BYTES = 1 << 16  # what a pipe takes at once
 
@@ -54,14 +55,20 @@ def main() -> int:
     """``python -m asyncrl.sandbox.serve FOLDER``: serves at FOLDER/socket, and removes the folder at the end. A line of
     JSON on standard input has the config and the token; when that ends, so does all that runs in sandboxes."""
     asked, folder = json.loads(os.read(0, _MAX_REQUEST_BYTES)), sys.argv[1]
+    config = SandboxConfig(**asked["config"])
 
     def work() -> None:
         with contextlib.suppress(SandboxFailed):
-            asyncio.run(serve(SandboxConfig(**asked["config"]), asked["token"], socket=f"{folder}/socket"))
+            asyncio.run(serve(config, asked["token"], socket=f"{folder}/socket"))
             return
         sys.exit(1)
 
-    return keep(work, _Unwatched, folder, outputs=(), at_end=remove_left_behind).code
+    def remove_what_is_left(worker: int) -> None:
+        remove_left_behind()
+        if config.image:
+            remove_containers(worker)
+
+    return keep(work, _Unwatched, folder, outputs=(), at_end=remove_what_is_left, at_end_s=REMOVE_S).code
 
 
 class _Unwatched:

@@ -71,7 +71,7 @@ def main() -> None:
         watches.append(_Watch(stand_in, job))
         return watches[0]
 
-    def at_end() -> None:
+    def at_end(worker: int) -> None:
         with contextlib.suppress(OSError):
             os.write(result, b"+" + _read(job.result))  # empty: there is no such file
 
