@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 
@@ -199,6 +200,32 @@ async def test_a_user_who_goes_away_during_a_call_gives_the_sandbox_back(monkeyp
             await asyncio.sleep(0.5)
             call.cancel()
             await gone.close()
+            await asyncio.wait_for(pool.create(), 30)
+        finally:
+            await host.close()
+
+
+async def test_a_process_that_is_killed_gives_its_sandboxes_back(tmp_path):
+    script = f"""
+import asyncio
+from asyncrl.sandbox.client import SandboxClient
+
+async def main():
+    await SandboxClient("unix:{tmp_path}/socket", "token").create()
+    print("made", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    async with await open_pool(SandboxConfig(**{**vars(CONFIG), "kind": "bubblewrap", "concurrent": 1})) as pool:
+        host = SandboxHost(pool, "token")
+        await host.start(socket=f"{tmp_path}/socket")
+        try:
+            with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+                try:
+                    assert await asyncio.to_thread(process.stdout.readline) == b"made\n"
+                finally:
+                    process.kill()
             await asyncio.wait_for(pool.create(), 30)
         finally:
             await host.close()

@@ -13,6 +13,8 @@ from asyncrl.sandbox.base import WORKDIR, Execution, Sandbox, SandboxFailed
 _ANSWER_S = 30.0  # beyond the time of the call itself
 _CREATE_S = 660.0  # a host may have none to give for a while
 _WAITING = 64  # connections of calls that wait for a sandbox
+#: header of a request for a sandbox that ends with this process; a host that does not see processes ignores it
+ENDS_WITH_CALLER = "Sandbox-Ends-With-Caller"
 
 
 class SandboxClient:
@@ -24,7 +26,7 @@ class SandboxClient:
 
     async def create(self) -> Sandbox:
         """Raises SandboxFailed."""
-        made = await self.call("POST", "/v1/sandboxes", _CREATE_S, waits=True)
+        made = await self.call("POST", "/v1/sandboxes", _CREATE_S, waits=True, headers={ENDS_WITH_CALLER: "yes"})
         return _RemoteSandbox(self, f"/v1/sandboxes/{made['id']}")
 
     async def health(self) -> Mapping[str, str]:

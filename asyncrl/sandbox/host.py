@@ -9,31 +9,39 @@ The protocol may be served by anything else (docs/sandbox.md). Every request has
     DELETE /v1/sandboxes/ID                      204  also if there is none
     GET    /v1/health                            200  {"kind": …, "weaker": …}
 
+A sandbox that was asked for over a Unix socket with the header ``Sandbox-Ends-With-Caller`` is closed when the process
+that asked has ended.
+
 An error is ``{"error": {"kind": "infra|task|model|timeout", "message": …}}``, with status 400, 401, 404 or 503.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hmac
 import json
 import os
 import secrets
+import struct
 from collections.abc import Awaitable, Callable
+from socket import AF_UNIX, SO_PEERCRED, SOL_SOCKET
 from typing import Any
 
 from aiohttp import web
 
 from asyncrl.sandbox.base import MAX_FILE_BYTES, WORKDIR, FailureKind, Sandbox, SandboxFailed
+from asyncrl.sandbox.client import ENDS_WITH_CALLER
 from asyncrl.sandbox.pool import SandboxPool
 
-FORGOTTEN_S = 900.0  # a sandbox without a call for so long is closed: its user has died
+FORGOTTEN_S = 900.0  # a sandbox without a call for so long is closed: its user has died, unseen
 CUT_S = 30.0  # the same where its user has gone away during a call
 MAX_EXEC_S = 3600.0
 _BACKLOG = 4096  # connections that come at once; a Unix socket refuses those beyond it
 _MAX_BODY_BYTES = 2 * MAX_FILE_BYTES
 _STATUS: dict[FailureKind, int] = {"infra": 503, "timeout": 503, "task": 400, "model": 400}
+_CREDENTIALS = struct.Struct("iii")  # pid, uid, gid
 
 
 class SandboxHost:
@@ -86,8 +94,14 @@ class SandboxHost:
         return web.json_response({"kind": self._pool.kind.name, "weaker": self._pool.kind.weaker})
 
     async def _create(self, request: web.Request) -> web.Response:
-        key = secrets.token_hex(8)
-        self._sandboxes[key] = _Lease(await self._pool.create(), lambda: self._sandboxes.pop(key, None))
+        key, caller = secrets.token_hex(8), _caller(request)
+        try:
+            sandbox = await self._pool.create()
+        except BaseException:
+            if caller is not None:
+                os.close(caller)
+            raise
+        self._sandboxes[key] = _Lease(sandbox, lambda: self._sandboxes.pop(key, None), caller)
         return web.json_response({"id": key, "kind": self._pool.kind.name}, status=201)
 
     async def _exec(self, request: web.Request) -> web.Response:
@@ -123,13 +137,16 @@ class SandboxHost:
 
 
 class _Lease:
-    """The use of a sandbox over HTTP; ends by itself when nobody calls."""
+    """The use of a sandbox over HTTP; ends by itself when nobody calls, and with the process of which ``caller`` is a
+    descriptor, which becomes the lease's own."""
 
-    def __init__(self, sandbox: Sandbox, forget: Callable[[], object]) -> None:
-        self._sandbox, self._forget = sandbox, forget
+    def __init__(self, sandbox: Sandbox, forget: Callable[[], object], caller: int | None) -> None:
+        self._sandbox, self._forget, self._caller = sandbox, forget, caller
         self._calls = 0
         self._timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
+        if caller is not None:
+            asyncio.get_running_loop().add_reader(caller, self._end_soon)
         self._wait(FORGOTTEN_S)
 
     def __enter__(self) -> Sandbox:
@@ -146,14 +163,34 @@ class _Lease:
     async def end(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._leave_caller()
         self._forget()
         await self._sandbox.close()
 
     def _wait(self, unused_s: float) -> None:
-        def end() -> None:
-            self._ending = asyncio.ensure_future(self.end())
+        self._timer = asyncio.get_running_loop().call_later(unused_s, self._end_soon)
 
-        self._timer = asyncio.get_running_loop().call_later(unused_s, end)
+    def _end_soon(self) -> None:
+        self._leave_caller()
+        self._ending = asyncio.ensure_future(self.end())
+
+    def _leave_caller(self) -> None:
+        if self._caller is not None:
+            asyncio.get_running_loop().remove_reader(self._caller)
+            os.close(self._caller)
+            self._caller = None
+
+
+def _caller(request: web.Request) -> int | None:
+    """A descriptor of the process that has opened the request's connection, readable when that ends; None if its
+    sandbox need not end with it, or the kernel does not say who it is."""
+    connection = request.get_extra_info("socket")
+    if ENDS_WITH_CALLER not in request.headers or connection is None or connection.family != AF_UNIX:
+        return None
+    pid, _, _ = _CREDENTIALS.unpack(connection.getsockopt(SOL_SOCKET, SO_PEERCRED, _CREDENTIALS.size))
+    with contextlib.suppress(OSError, AttributeError):  # it has ended, is of another container; an older interpreter
+        return os.pidfd_open(pid)
+    return None
 
 
 def _asked(body: bytes) -> dict[str, Any]:
