@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 from asyncrl.cli.sandbox import main as serve_or_probe
 from asyncrl.config.schema import SandboxConfig
-from asyncrl.sandbox import measure
+from asyncrl.sandbox import measure, runner
 from asyncrl.sandbox.base import Limits, SandboxFailed
 from asyncrl.sandbox.cgroups import Cgroups
 from asyncrl.sandbox.choose import KINDS, open_pool, probe
@@ -129,6 +130,52 @@ async def test_output_beyond_the_limit_is_dropped(kind):
         ran = await sandbox.exec(["python3", "-c", "print('x' * 100_000)"])
         assert (ran.stdout, ran.truncated, ran.code) == ("x" * 1024, True, 0)
         assert not (await sandbox.exec(["echo", "short"])).truncated
+
+
+def test_output_that_comes_with_the_end_of_a_program_counts_as_lost():
+    """All that is kept has been read before."""
+    answers, answer = os.pipe()
+    served = runner.Runner(-1, answer, lambda: None)
+    served.exec(1, ["sh", "-c", "printf 1234; read line; printf 5"], b"go on\n", dict(os.environ), "/", 30.0, 4)
+    (program,) = served._programs.values()
+    (out,) = (descriptor for descriptor, stream in program.reads.items() if not stream)
+    while len(program.output[0]) < 4:
+        select.select([out], [], [], 30)
+        program.take(out)
+    program.feed()
+    assert os.waitpid(program.pid, 0)[1] == 0
+    served._end(program, 0)
+    _, status, code, *_ = runner.REPLY.unpack(os.read(answers, runner.REPLY.size))
+    assert (status, code, os.read(answers, 100)) == (runner.EXITED | 4, 0, b"1234")
+
+
+@pytest.mark.parametrize("name", ["bubblewrap", "landlock"])
+async def test_half_of_a_surrogate_pair_is_the_caller_s_fault(name):
+    async with sandbox_of(kind=name, python=PYTHON) as sandbox:
+        half = "\ud83d"
+        for argv, options in (
+            (["cat"], {"stdin": half}),
+            ([half], {}),
+            (["echo", half], {}),
+            (["env"], {"env": {"NAME": half}}),
+            (["pwd"], {"cwd": half}),
+        ):
+            with pytest.raises(SandboxFailed, match=r"expected text: .*surrogates") as failure:
+                await sandbox.exec(argv, **options)
+            assert failure.value.kind == "task"
+        assert (await sandbox.exec(["echo", "\udcff", "😀"])).stdout == "\ufffd 😀\n"  # bytes of a file's name
+
+
+def test_a_program_that_cannot_be_started_leaves_no_second_runner():
+    """Whatever its caller has let through."""
+    answers, answer = os.pipe()
+    served = runner.Runner(-1, answer, lambda: None)
+    served.exec(1, ["\ud83d"], b"", {"PATH": "/usr/bin"}, "/", 30.0, 1000)
+    (program,) = served._programs.values()
+    assert os.waitstatus_to_exitcode(os.waitpid(program.pid, 0)[1]) == 126
+    served._end(program, 126)
+    os.read(answers, runner.REPLY.size)
+    assert b"surrogates not allowed" in os.read(answers, 1000)
 
 
 def test_a_file_counts_once_whatever_names_it_has(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from asyncrl.config.schema import SandboxConfig
 from asyncrl.rollouter.agent_processes.pool import AgentError, AgentOptions, AgentProcesses
 from asyncrl.sandbox.service import SandboxService
-from asyncrl.tools.base import ToolError
+from asyncrl.tools.base import ToolError, text_argument
 from asyncrl.tools.calculator import compute
 from tests.support.endpoint import TEMPLATE, EndpointSystem, made, make_model, writing
 from tests.support.faults import audit, starting
@@ -42,6 +42,11 @@ def test_the_calculator_is_exact(expression, value):
 def test_what_it_cannot_compute_it_says(expression):
     with pytest.raises(ToolError):
         compute(expression)
+
+
+def test_half_of_a_surrogate_pair_is_the_model_s_mistake():
+    with pytest.raises(ToolError, match="code: expected text"):
+        text_argument(json.loads(r'{"code": "\ud83d"}'), "code")
 
 
 def call(name, **arguments):

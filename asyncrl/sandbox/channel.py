@@ -73,16 +73,23 @@ class RunnerChannel:
         self._waiting.clear()
 
     async def exec(
-        self, argv: Sequence[str], stdin: bytes, env: Mapping[str, str], cwd: str, timeout_s: float
+        self, argv: Sequence[str], stdin: str, env: Mapping[str, str], cwd: str, timeout_s: float
     ) -> Execution:
-        if not argv or not all(argv) or any("\0" in word for word in (*argv, *env, *env.values(), cwd)):
+        words = (*argv, *env, *env.values(), cwd)
+        if not argv or not all(argv) or any("\0" in word for word in words):
             raise SandboxFailed("task", f"expected a program and its arguments without NUL, found {list(argv)}")
-        if len(stdin) > MAX_STDIN_BYTES:
+        try:
+            given = stdin.encode()
+            for word in words:
+                word.encode(errors="surrogateescape")  # the bytes of a file's name may be no text
+        except UnicodeEncodeError as e:  # half of a pair, which JSON may have
+            raise SandboxFailed("task", f"expected text: {e}") from None
+        if len(given) > MAX_STDIN_BYTES:
             raise SandboxFailed(
-                "task", f"expected at most {MAX_STDIN_BYTES} bytes of standard input, found {len(stdin)}"
+                "task", f"expected at most {MAX_STDIN_BYTES} bytes of standard input, found {len(given)}"
             )
         most = self._limits.output_kb * 1024
-        arguments = list(argv), stdin, dict(env), self._place(cwd), timeout_s, most
+        arguments = list(argv), given, dict(env), self._place(cwd), timeout_s, most
         self._ran = True
         status, code, first, second = await self._call("exec", arguments, timeout_s)
         out, err = (printed[:most].decode(errors="replace") for printed in (first, second))

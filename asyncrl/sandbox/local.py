@@ -157,7 +157,7 @@ class LocalSandbox:
         killed = self._killed_for_memory()
         try:
             variables = {**self._launch.environment, **(env or {})}
-            execution = await self._channel.exec(argv, stdin.encode(), variables, cwd, timeout_s)
+            execution = await self._channel.exec(argv, stdin, variables, cwd, timeout_s)
         except SandboxFailed:
             if self._killed_for_memory() > killed:
                 raise SandboxFailed("model", too_much_memory(self._limits)) from None

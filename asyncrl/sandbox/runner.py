@@ -102,7 +102,7 @@ class Program:
 
 
 def _become(argv: list[str], env: dict[str, str], cwd: str, *descriptors: int) -> None:
-    """The new process, which becomes the program."""
+    """The new process, which becomes the program or ends."""
     try:
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
@@ -111,16 +111,21 @@ def _become(argv: list[str], env: dict[str, str], cwd: str, *descriptors: int) -
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.chdir(cwd)
     except BaseException as error:
-        os.write(2, f"{error}\n".encode())
-        os._exit(126)
+        _give_up(126, f"{error}\n")
     try:
         os.execvpe(argv[0], argv, env)
     except FileNotFoundError:
-        os.write(2, f"{argv[0]}: not found\n".encode())
-        os._exit(127)
+        _give_up(127, f"{argv[0]}: not found\n")
     except BaseException as error:
-        os.write(2, f"{argv[0]}: {error}\n".encode())
-        os._exit(126)
+        _give_up(126, f"{argv[0]}: {error}\n")
+
+
+def _give_up(code: int, why: str) -> None:
+    """Ends the new process, come what may: a second runner would take requests from the first."""
+    try:
+        os.write(2, why.encode(errors="replace"))
+    finally:
+        os._exit(code)
 
 
 class Runner:
@@ -234,11 +239,11 @@ class Runner:
                     self._end(program, code if code >= 0 else 128 - code)
 
     def _end(self, program: Program, code: int) -> None:
-        for descriptor in list(program.reads):  # what is in the pipes; others may hold them open
-            while len(program.output[program.reads[descriptor]]) < program.output_bytes:
-                before = len(program.output[program.reads[descriptor]])
-                if not program.take(descriptor) or len(program.output[program.reads[descriptor]]) == before:
-                    break
+        for descriptor, stream in program.reads.items():  # what is in the pipes; others may hold them open
+            before = -1
+            while len(program.output[stream]) > before:  # once more when all that is kept has come: was there more?
+                before = len(program.output[stream])
+                program.take(descriptor)
         program.close()
         del self._programs[program.call]
         status = program.status | (4 if program.lost else 0)

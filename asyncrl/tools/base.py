@@ -43,4 +43,8 @@ def text_argument(arguments: Mapping[str, Any], name: str) -> str:
     value = arguments.get(name)
     if not isinstance(value, str):
         raise ToolError(f"{name}: expected a string, found {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as e:  # half of a surrogate pair, which JSON may have
+        raise ToolError(f"{name}: expected text: {e}") from None
     return value
