@@ -1,6 +1,7 @@
 """The endpoint: what agents sample is trained token by token as the engine sampled it, or not at all."""
 
 import asyncio
+import json
 
 import aiohttp
 import pytest
@@ -271,6 +272,49 @@ async def test_a_process_that_died_costs_a_retry_which_repeats_nothing(model):
         assert len(system.policy.log) == 2
         assert sample.metrics == {"tries": 2.0}
         assert system.counted()["restarted"] == 1
+
+
+async def test_a_call_that_arrives_after_its_attempt_failed_is_no_part_of_the_next_one(model):
+    rest, late = asyncio.Event(), []
+
+    async def slowly(body: bytes):
+        yield body[:10]
+        await rest.wait()
+        yield body[10:]
+
+    async def call_late(task):
+        body = json.dumps({"model": task.model, "messages": [{"role": "user", "content": "late"}]}).encode()
+        headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
+        url = f"{task.base_url}/chat/completions"
+        async with aiohttp.ClientSession() as own, own.post(url, data=slowly(body), headers=headers) as response:
+            return response.status
+
+    async def agent(task, http):
+        if len(system.agents.tasks) == 1:
+            await chat(task, http, task.messages)
+            late.append(asyncio.ensure_future(call_late(task)))
+            await asyncio.sleep(0.3)  # the server waits for its body
+            raise AgentFailed("infra", "a server has failed", retry=True, traceback="Traceback of the agent")
+        rest.set()
+        assert await late[0] == 409
+        await chat(task, http, task.messages)
+        return AgentOutcome(1.0)
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        await made(system)
+
+
+async def test_a_failing_agent_s_traceback_is_logged_once(model, caplog):
+    trace = 'Traceback (most recent call last):\n  File "agent.py", line 3, in solve\nKeyError: {}'
+
+    async def agent(task, http):
+        raise AgentFailed(
+            "agent_error", f"solve: KeyError: {task.index}", retry=False, traceback=trace.format(task.index)
+        )
+
+    async with EndpointSystem(model, agent, counting(), n=3) as system:
+        await system.samples()
+    assert caplog.text.count('File "agent.py", line 3, in solve') == 1
 
 
 async def test_agents_that_cannot_run_at_all_end_the_run(model):

@@ -341,6 +341,7 @@ def test_a_user_message_of_results_alone_is_those_results():
     [
         (chat, CHAT | {"modalities": ["text"], "reasoning_effort": "low", "parallel_tool_calls": False, "store": True}),
         (chat, CHAT | {"verbosity": "low", "service_tier": "auto", "functions": None, "web_search_options": None}),
+        *((chat, CHAT | {"skip_special_tokens": skip}) for skip in (False, True)),
         (completions, COMPLETION | {"echo": False, "best_of": 1, "suffix": None, "seed": 1}),
         (responses, RESPONSE | {"include": ["reasoning.encrypted_content"], "store": False, "truncation": "disabled"}),
         (responses, RESPONSE | {"reasoning": {"effort": "low"}, "background": False, "conversation": None}),

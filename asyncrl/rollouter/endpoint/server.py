@@ -61,15 +61,17 @@ class EndpointServer:
 
     def _handler(self, dialect: Dialect) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            session = self._session(request)
+            self._session(request)
             body = await request.read()
-            retries = request.headers.get("x-stainless-retry-count", "0")
+            session = self._session(request)  # its attempt may have failed meanwhile: no part of the next one
+            retries = request.headers.get("x-stainless-retry-count", "")
+            retried = retries.isdecimal() and retries.strip("0") != ""
             transport = request.transport  # a request holds its body, and calls live as long as their sample
             gone = lambda: transport is None or transport.is_closing()
             try:
                 call = dialect.call(_object(body))
                 key = request.headers.get("Idempotency-Key")
-                answered = await session.answer(call, body, key, int(retries) if retries.isdecimal() else 0, gone)
+                answered = await session.answer(call, body, key, retried, gone)
             except BadRequest:
                 self._endpoint.refused()
                 raise

@@ -21,6 +21,7 @@ from asyncrl.types.samples import FinishReason
 
 ENDED_KEYS = 100_000  # of ended samples, whose calls get 409 instead of 401
 EVENTS_S = 5.0  # that `events` waits for one
+MAX_TRACEBACKS = 20  # logged
 REPLY_BYTES = 16 * 1024 * 1024  # of the tokens in a reply of `events`, but for the last event
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Endpoint:
         self._orphans: dict[str, asyncio.TimerHandle] = {}  # sessions that no rollouter has opened since its successor
         self._events: list[Event] = []
         self._filled = asyncio.Event()
+        self._logged: set[tuple[str, tuple[str, ...]]] = set()  # tracebacks: reason and lines
         self._problem: Exception | None = None  # for which no agent can run
 
     def refused(self) -> None:
@@ -161,6 +163,7 @@ class Endpoint:
                 outcome, finish = await self._agent(session)
             except AgentFailed as e:
                 self._drop_key(key)
+                self._log_traceback(e)
                 if e.retry and retries_left:
                     self._recorder.count("rollout/agent/restarted")
                     session.restart()
@@ -170,6 +173,14 @@ class Endpoint:
             self._drop_key(key)
             session.end(outcome.reward, outcome.metrics, finish)
             return
+
+    def _log_traceback(self, failed: AgentFailed) -> None:
+        """Of the first failure at each place: others of it are counted."""
+        if failed.traceback and len(self._logged) < MAX_TRACEBACKS:
+            place = failed.reason, tuple(line for line in failed.traceback.splitlines() if line.startswith("  File "))
+            if place not in self._logged:
+                self._logged.add(place)
+                log.warning("agent: %s: %s\n%s", failed.reason, failed, failed.traceback.strip())
 
     async def _agent(self, session: AgentSession) -> tuple[AgentOutcome, FinishReason | None]:
         """What an agent returned when it ended, and the limit of its sample if one ended it; no call is under way any
@@ -191,7 +202,7 @@ class Endpoint:
                     outcome = running.result()
                 except AgentFailed as e:
                     # its own end, of which a command's exit status says no more
-                    own = not e.retry or bool(self._config.command)
+                    own = not e.retry or (bool(self._config.command) and e.reason == "agent_exited")
                     if not (own and session.refused_for_length and session.turns.all):
                         raise
             await cancelled([running])

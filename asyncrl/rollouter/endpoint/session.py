@@ -99,14 +99,14 @@ class AgentSession:
     # -- calls of the agent ----------------------------------------------------------------------------------------
 
     async def answer(
-        self, call: Call, body: bytes, idempotency_key: str | None, retries: int, gone: Callable[[], bool]
+        self, call: Call, body: bytes, idempotency_key: str | None, retried: bool, gone: Callable[[], bool]
     ) -> PendingCall:
-        """The answered call: the recorded one if ``call`` repeats it, else a new one. ``gone()``: the client's
-        connection is closed.
+        """The answered call: the recorded one if ``call`` repeats it, else a new one. ``retried``: the client says that
+        it may; ``gone()``: its connection is closed.
 
         Raises BadRequest, SessionEnded, TooManyCalls and CallFailed."""
         digest = xxhash.xxh3_64_intdigest(body)
-        pending = self._repeated(digest, idempotency_key, retries)
+        pending = self._repeated(digest, idempotency_key, retried)
         if pending is None:
             pending = self._start(call, digest)
             if idempotency_key is not None:
@@ -138,14 +138,14 @@ class AgentSession:
             if earlier.turn is not None:
                 earlier.turn.repeated = True
 
-    def _repeated(self, body: int, idempotency_key: str | None, retries: int) -> PendingCall | None:
-        """The earlier call that this one repeats: by its key; or by a count of retries and an equal body, the first
+    def _repeated(self, body: int, idempotency_key: str | None, retried: bool) -> PendingCall | None:
+        """The earlier call that this one repeats: by its key; or, if ``retried``, by an equal body, the first
         whose answer nobody has or waits for, or the only one, whose answer may have been lost on its way."""
         if idempotency_key is not None:
             if (found := self._by_idempotency_key.get(idempotency_key)) is not None and found.body != body:
                 raise BadRequest("Idempotency-Key: expected the body of the call that used it first", "Idempotency-Key")
             return found
-        equal = self._by_body.get(body, []) if retries else []
+        equal = self._by_body.get(body, []) if retried else []
         return next((p for p in equal if p.abandoned), equal[0] if len(equal) == 1 else None)
 
     def _start(self, call: Call, body: int) -> PendingCall:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 from openenv.core.generic_client import GenericEnvClient
 from websockets.exceptions import ConnectionClosed
 
@@ -83,15 +83,21 @@ class Agent:
                 await env.close()
 
     async def _episode(self, env: Session, policy: AsyncOpenAI, task: Any) -> dict[str, Any]:
-        seed = task.data.get("seed", zlib.crc32(task.uid.encode()))  # the same for all samples of a prompt
-        found = await _asked(env.reset(**{"seed": seed, **task.data.get("reset", {})}))
+        given, reset = task.data.get("seed"), task.data.get("reset") or {}  # a row of a file may have null
+        seed = zlib.crc32(task.uid.encode()) if given is None else given  # the same for all samples of a prompt
+        found = await _asked(env.reset(**{"seed": seed, **reset}))
         messages, rewards, steps, malformed = list(task.messages), [], 0, 0
         said = self._text(found.observation)
         for _ in range(self._turns):
             if found.done:
                 break
             _say(messages, said)
-            asked = await policy.chat.completions.create(model=task.model, messages=messages, **self._chat)
+            try:
+                asked = await policy.chat.completions.create(model=task.model, messages=messages, **self._chat)
+            except BadRequestError as e:
+                if e.code != "context_length_exceeded":
+                    raise
+                break  # as after the last turn: the rewards so far count
             answer = asked.choices[0].message
             messages.append(answer.model_dump(exclude_none=True))
             try:
@@ -118,7 +124,7 @@ class Agent:
             try:
                 found, _ = json.JSONDecoder().raw_decode(text, start)
                 return {**self._fields, **found}
-            except ValueError:
+            except (ValueError, RecursionError):
                 start = text.find("{", start + 1)
         raise _Malformed("Expected an action, a JSON object.")
 

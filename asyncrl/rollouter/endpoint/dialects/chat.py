@@ -16,7 +16,6 @@ FIXED = {
     "modalities": ["text"],
     "add_generation_prompt": True,
     "continue_final_message": False,
-    "skip_special_tokens": True,
     "include_stop_str_in_output": False,
     "include_reasoning": True,
     "separate_reasoning": True,

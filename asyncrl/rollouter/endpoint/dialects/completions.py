@@ -15,7 +15,6 @@ FIXED = {
     "best_of": 1,
     "echo": False,
     "suffix": "",
-    "skip_special_tokens": True,
     "include_stop_str_in_output": False,
 }
 KNOWN = {

@@ -43,7 +43,7 @@ SAMPLING = frozenset(RANGES) | frozenset(CONSTRAINTS)
 IGNORED = frozenset(
     "seed user metadata store service_tier parallel_tool_calls prompt_cache_key prompt_cache_options prediction "
     "prompt_cache_retention safety_identifier verbosity reasoning_effort cache_salt priority request_id "
-    "guided_decoding_backend".split()
+    "guided_decoding_backend skip_special_tokens".split()
 )
 
 

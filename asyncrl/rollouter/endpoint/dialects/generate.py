@@ -11,7 +11,7 @@ from asyncrl.rollouter.endpoint.dialects import fields, wire
 KNOWN = {"model", "token_ids", "sampling_params", "stream", "request_id", "cache_salt", "priority"}
 FIXED = {"n": 1}
 #: Of texts, which no answer of this API has.
-OF_TEXTS = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize"}
+OF_TEXTS = {"spaces_between_special_tokens", "include_stop_str_in_output", "detokenize"}
 PARAMS = {*fields.SAMPLING, *fields.IGNORED, *FIXED, *OF_TEXTS, "max_tokens", "stop", "logprobs"}
 
 error = wire.openai_error

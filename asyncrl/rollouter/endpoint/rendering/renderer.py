@@ -171,6 +171,8 @@ class ChatRenderer:
             raise NoBridge("history_rewritten")
         # the token that ended the answer ends its message in the template, or begins the next one
         end, opened = self._stops[stop], self._opens_reasoning(prompt)
+        if not end:
+            raise NoBridge("no_bridge")
         answer, found, rest = text[len(prompt) :].partition(end)
         written = begun + self.text_of(sampled)
         if not found or any(special in answer and special not in written for special in self._special):
