@@ -447,9 +447,10 @@ async def test_nothing_is_left_when_a_keeper_is_killed_or_stopped(lock, monkeypa
     monkeypatch.setattr(agent_tree, "KILL_TIMEOUT_S", 2.0)
     async with running(support.misbehaves, args={"lock": lock}) as agents:
         await agents.run(task("leave"))
-        os.kill(agents._hosts[0]._tree._keeper.pid, by)
+        killed = agents._hosts[0]
+        os.kill(killed._tree._keeper.pid, by)
         if by == signal.SIGKILL:
-            await until(lambda: nothing_is_left(lock))
+            await until(lambda: nothing_is_left(lock) and not killed.ready)
             assert (await agents.run(task("fine"))).reward == 1.0
     await until(lambda: nothing_is_left(lock))
 

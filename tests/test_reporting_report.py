@@ -95,8 +95,8 @@ def test_the_key_figures_are_at_the_top(tmp_path):
 
 
 def test_the_totals_are_of_all_drivers_of_a_run_and_of_the_steps_that_count(tmp_path):
-    """Killed after step 3, resumed from step 2."""
-    steps = [(1, 10.0, 0.5), (2, 20.0, 1.0), (3, 600.0, 0.0), (3, 30.0, 1.0), (4, 40.0, 0.75)]
+    """Killed after step 5, resumed from step 2."""
+    steps = [(1, 10.0, 0.5), (2, 20.0, 1.0), (3, 600.0, 0.0), (5, 50.0, 0.0), (3, 30.0, 1.0), (4, 40.0, 0.75)]
     JsonlFile(tmp_path / METRICS_FILE).write(
         {
             "step": step,

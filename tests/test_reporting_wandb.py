@@ -17,10 +17,10 @@ import pytest
 from wandb.proto import wandb_internal_pb2 as pb
 
 from asyncrl.config.load import ConfigError
-from asyncrl.config.schema import WandbConfig
+from asyncrl.config.schema import Config, WandbConfig
 from asyncrl.observability.sinks import wandb_workspace
 from asyncrl.observability.sinks.jsonl import JsonlSink
-from asyncrl.observability.sinks.wandb import TABLE, WandbSink, git_state
+from asyncrl.observability.sinks.wandb import SINK, TABLE, WandbSink, git_state
 from asyncrl.observability.trajectories import trajectory_row
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
@@ -210,6 +210,15 @@ def test_an_id_that_a_crash_left_empty_is_made_anew(alone, tmp_path):
     (tmp_path / "wandb-id").write_text("")
     WandbSink(WandbConfig(), "quick", tmp_path, {}).close(None)
     assert len((tmp_path / "wandb-id").read_text()) == 8
+
+
+def test_a_login_is_found_whatever_the_environment_s_mode_and_starts_nothing(alone, monkeypatch):
+    config = Config()
+    config.reporting.wandb.mode = "online"
+    monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert list(SINK.problems(config)) == []
+    assert "WANDB_SERVICE" not in os.environ
 
 
 @pytest.mark.parametrize("key", [None, "short"])

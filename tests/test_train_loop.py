@@ -12,7 +12,7 @@ from asyncrl.config.checks import derive
 from asyncrl.config.schema import Config, ValidationConfig
 from asyncrl.observability.sinks.hub import Hub
 from asyncrl.observability.telemetry.clock import ClockOffset, now_s
-from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.observability.telemetry.recorder import Batch, Recorder
 from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
 from asyncrl.param_sync.errors import ALL_REPLICAS, SyncError
 from asyncrl.run.monitor import Monitor
@@ -470,13 +470,26 @@ async def test_actors_on_machines_with_other_clocks_are_busy_as_they_were(clocks
         written.clear()
 
 
+async def late(answers: asyncio.Event) -> Batch:
+    await answers.wait()
+    return Recorder("replica/2").drain()
+
+
 async def test_a_removed_replica_leaves_the_sinks(monkeypatch):
     monitor, left = await monitored(Recorder("trainer/0"), Recorder("replica/0")), []
     monkeypatch.setattr(monitor._hub, "left", left.append)
-    for names in (("replica/0", "replica/1"), ("replica/0",), ("replica/0",)):
-        monitor._system.replica_names = names
-        await monitor.on_step(at(1), {})
+    monitor._system.replica_names = ("replica/0", "replica/1", "replica/2")
+    slow = asyncio.Event()
+    monitor._system._drains["replica/2"] = lambda: late(slow)
+    await monitor.on_step(at(1), {})
+    monitor._system.replica_names = ("replica/0",)
+    del monitor._system._drains["replica/2"]
+    await monitor.on_step(at(2), {})
     assert left == ["replica/1"]
+    slow.set()
+    for step in (3, 4):
+        await monitor.on_step(at(step), {})
+    assert left == ["replica/1", "replica/2"]  # after its last answer
 
 
 async def test_an_actor_that_does_not_answer_makes_no_other_seem_idle():
@@ -494,10 +507,11 @@ def test_a_clock_offset_is_bounded_by_the_calls_that_read_the_clock():
     same = ClockOffset()
     assert same.observe(10.0, 10.4, 11.0) == same.observe(12.0, 12.001, 12.002) == 0.0
     other = ClockOffset()
-    assert other.observe(10.0, 510.5, 11.0) == pytest.approx(-500.0)
-    assert other.observe(12.0, 512.2, 12.1) == pytest.approx(-500.15)  # of a faster call: -500.2 to -500.1
-    assert other.observe(20.0, 520.5, 21.0) == pytest.approx(-500.15)  # nothing new
-    assert other.observe(30.0, 90.0, 31.0) == pytest.approx(-59.5)  # restarted elsewhere
+    assert other.observe(10.0, 510.5, 11.0) == pytest.approx(-499.5)
+    assert other.observe(12.0, 512.2, 12.1) == pytest.approx(-500.1)  # of a faster call: -500.2 to -500.1
+    assert other.observe(20.0, 520.5, 21.0) == pytest.approx(-500.1)  # nothing new
+    assert other.observe(22.0, 522.0, 22.01) == pytest.approx(-500.0)  # the clocks drift
+    assert other.observe(30.0, 90.0, 31.0) == pytest.approx(-60.0)  # restarted elsewhere
 
 
 async def test_a_step_of_several_data_sources_is_reported_by_source():

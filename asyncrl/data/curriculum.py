@@ -1,7 +1,7 @@
 """Curriculum: classes of prompts come as often as they teach.
 
 The weight of a class with success p, the mean over its last ``window`` groups that have ended (0 for one that ended
-without samples), is::
+without samples, also because it was overdue), is::
 
     floor + (1 − floor) · 4 p (1 − p),    1 without any
 

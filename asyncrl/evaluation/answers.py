@@ -20,6 +20,7 @@ from asyncrl.config.schema import (
     ParamSyncConfig,
     RayConfig,
     TrainerConfig,
+    WandbConfig,
 )
 from asyncrl.data.load import load_run_prompts
 from asyncrl.observability.telemetry.recorder import Recorder
@@ -66,6 +67,7 @@ def evaluation_config(config: Config, folder: Path) -> Config:
         # kv decides how an engine starts, and every engine offers each with wait
         param_sync=ParamSyncConfig(pause="wait", kv=config.param_sync.kv),
         checkpoint=CheckpointConfig(),
+        reporting=replace(config.reporting, wandb=WandbConfig(mode="disabled")),
         ray=RayConfig(cpus_per_rank=0.5, cpus_per_replica=0.5),  # nothing is placed: one CPU is enough
     )
 

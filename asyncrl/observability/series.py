@@ -15,13 +15,18 @@ Series = Mapping[str, tuple[Sequence[int], Sequence[float | None]]]
 
 
 def read_series(run_dir: Path) -> tuple[Series, list[float]]:
-    """(the metrics, Unix times of the first and the last line) of metrics.jsonl. If a step repeats, the last value of
-    each name counts."""
+    """(the metrics, Unix times of the first and the last line) of metrics.jsonl. Where a resume goes back, later steps
+    count no more. If a step repeats, the last value of each name counts."""
     by_step: dict[int, dict[str, Any]] = {}
     times: list[float] = []
+    trained = 0  # the last step
     for row in read_jsonl(run_dir / METRICS_FILE):
         if not isinstance(row.get("step"), int):
             continue
+        if "perf/step_s" in row:  # of a train step; validations may be late
+            if row["step"] <= trained:
+                by_step = {step: values for step, values in by_step.items() if step <= row["step"]}
+            trained = row["step"]
         by_step.setdefault(row["step"], {}).update(row)
         if is_number(row.get("time")):
             times = [*times[:1], row["time"]]

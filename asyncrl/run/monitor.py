@@ -225,9 +225,6 @@ class Monitor:
                     self._asked[name] = asyncio.create_task(self._answer(name, drain))
             if self._asked:  # else all are being restarted
                 await asyncio.wait(self._asked.values(), timeout=DRAIN_PATIENCE_S)
-            for name in self._replicas.difference(self._system.replica_names):
-                self._hub.left(name)
-            self._replicas = set(self._system.replica_names)
             answered = [name for name, asked in self._asked.items() if asked.done()]
             for batch in [*(self._asked.pop(name).result() for name in answered), self._recorder.drain()]:
                 self._activity.add(batch)
@@ -238,6 +235,10 @@ class Monitor:
                     self._widths[batch.actor] = width
                 self._groups += batch.profiled
                 self._hub.spans(batch)
+            left = self._replicas.difference(self._system.replica_names, self._asked)  # after its last answer
+            for name in left:
+                self._hub.left(name)
+            self._replicas = (self._replicas - left) | set(self._system.replica_names)
 
     async def _answer(self, name: str, drain: Callable[[], Awaitable[Batch]]) -> Batch:
         """An actor's records, with times of this process's clock; none if it died, which its supervisor notices, or is

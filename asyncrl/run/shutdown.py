@@ -93,6 +93,8 @@ class Shutdown:
         if isinstance(error, Interrupted):
             log.warning("%s", error)
             return
+        if isinstance(error, EpochOver) and self.failure is not None:
+            return  # every closing step finds that the run has another driver
         self.failure = self.failure or f"{type(error).__name__}: {error}"
         if isinstance(error, (ConfigError, PlacementError, EpochOver)):
             log.error("%s", error)

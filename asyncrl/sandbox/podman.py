@@ -130,13 +130,14 @@ def remove_containers(pid: int) -> None:
     until, names = time.monotonic() + REMOVE_S, list[str]()
     asked = ("ps", "--all", "--filter", f"name=^{_prefix(pid)}", "--format", "{{.Names}}")
     while (left_s := until - time.monotonic()) > 0:
-        found = _run(program, *asked, within_s=left_s).stdout.split()
-        names = [name for name in found if name.startswith(_prefix(pid))]
-        if not names:
+        found = _run(program, *asked, within_s=left_s)
+        names = [name for name in found.stdout.split() if name.startswith(_prefix(pid))]
+        if names:
+            _run(program, *_REMOVE, *names, within_s=until - time.monotonic())
+        elif not found.returncode:
             return
-        _run(program, *_REMOVE, *names, within_s=until - time.monotonic())
         time.sleep(_PAUSE_S)
-    log.warning("podman did not remove the containers %s", ", ".join(names))
+    log.warning("podman did not remove the containers %s* (%s)", _prefix(pid), ", ".join(names) or "not listed")
 
 
 def _prefix(pid: int) -> str:

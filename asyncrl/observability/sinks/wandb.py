@@ -110,9 +110,9 @@ class WandbSink(Sink):
     def _log_table(self) -> None:
         import wandb
 
-        table = wandb.Table(columns=list(TABLE), data=self._rows)
-        self._run.log({"trajectories": table, "step": int(self._rows[-1][0])})  # its rows' last
-        self._rows = []
+        rows, self._rows = self._rows, []  # a table that fails is not tried again
+        table = wandb.Table(columns=list(TABLE), data=rows)
+        self._run.log({"trajectories": table, "step": int(rows[-1][0])})
 
 
 def _wandb(*command: str) -> str:
@@ -169,20 +169,23 @@ def _open(config: Config, run_dir: Path) -> WandbSink:
 
 def _problems(config: Config) -> Iterator[str]:
     """Asks for no password: nobody may be there."""
-    if config.reporting.wandb.mode == "online":
-        import wandb
+    if config.reporting.wandb.mode != "online":
+        return
+    import wandb
 
-        wandb.setup(wandb.Settings(silent=True))
-        try:
-            logged_in = wandb.login(prompt=False, verify=False)
-        except wandb.Error as e:
-            yield f"reporting.wandb.mode: online needs a valid login: {e}"
-        else:
-            if not logged_in:
-                yield (
-                    "reporting.wandb.mode: online needs a login, found none; set WANDB_API_KEY or run `wandb login`, "
-                    "or choose offline, whose runs `wandb sync` uploads later"
-                )
+    try:
+        wandb.setup(wandb.Settings(silent=True, mode="online"))  # whatever WANDB_MODE says
+        logged_in = wandb.login(prompt=False, verify=False)
+    except Exception as e:
+        yield f"reporting.wandb.mode: online needs a valid login: {e}"
+    else:
+        if not logged_in:
+            yield (
+                "reporting.wandb.mode: online needs a login, found none; set WANDB_API_KEY or run `wandb login`, "
+                "or choose offline, whose runs `wandb sync` uploads later"
+            )
+    finally:
+        wandb.teardown()  # a run's service starts with the run's settings
 
 
 SINK = SinkSpec(open=_open, enabled=lambda config: config.reporting.wandb.mode != "disabled", problems=_problems)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -21,21 +20,17 @@ def unix_s() -> float:
 
 
 class ClockOffset:
-    """Seconds to add to another process's `now_s` for this process's. Each call that reads that clock bounds them: the
-    reading lies between the call's sending and its answer here. 0 while that fits: processes of one machine share the
-    clock, those of others count from their own start."""
+    """Seconds to add to another process's `now_s` for this process's. A call that reads that clock bounds them: the
+    reading lies between the call's sending and its answer here. They stay as they are while they fit: 0 for processes
+    of this machine, which share the clock; those of others count from their own start."""
 
     def __init__(self) -> None:
-        self._least_s, self._most_s = -math.inf, math.inf
+        self._offset_s = 0.0
 
     def observe(self, sent_s: float, read_s: float, answered_s: float) -> float:
-        """The offset, given one more call. Bounds that contradict the earlier ones replace them: the process was
-        restarted on another machine, or the clocks have drifted apart."""
-        least_s, most_s = max(self._least_s, sent_s - read_s), min(self._most_s, answered_s - read_s)
-        if least_s > most_s:
-            least_s, most_s = sent_s - read_s, answered_s - read_s
-        self._least_s, self._most_s = least_s, most_s
-        return 0.0 if least_s <= 0.0 <= most_s else (least_s + most_s) / 2
+        """The offset, given one more call; as exact as the fastest one was fast, until the clocks drift apart."""
+        self._offset_s = min(max(self._offset_s, sent_s - read_s), answered_s - read_s)
+        return self._offset_s
 
 
 @contextlib.contextmanager

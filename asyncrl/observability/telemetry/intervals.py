@@ -75,8 +75,8 @@ class Activity:
     """Intervals of each actor's spans by name, accumulated from drained batches.
 
     A finished span joins the intervals of its (name, actor). An open span counts up to the drain, until the actor's
-    next batch replaces it; so query right after a drain, with ``until_s`` at its time. The spans of all actors must be
-    on one clock.
+    next batch replaces it; so query right after a drain, with ``until_s`` not after its time. The spans of all actors
+    must be on one clock.
 
     `forget` drops what no query needs any more. Memory is bounded without it: at ``max_intervals`` of one (name, actor)
     the older half is dropped. Queries cover the time from ``complete_since_s`` on, before which intervals are missing.
