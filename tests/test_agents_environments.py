@@ -246,6 +246,14 @@ async def test_an_episode_ends_at_the_limit_of_turns(model, server, tmp_path):
         assert (sample.reward, sample.metrics["steps"], sample.metrics["done"]) == (1.5, 3.0, 0.0)
 
 
+async def test_an_episode_that_outgrows_the_context_keeps_its_rewards(model, server, tmp_path):
+    columns = {"reset": {"folder": str(tmp_path)}, "seed": None}
+    async with serving(model, server, writing(), SAID | {"turns": 500}, columns, max_response_tokens=60) as system:
+        sample = await made(system)
+        assert 0 < sample.metrics["steps"] < 500
+        assert (sample.reward, sample.metrics["done"]) == (0.5 * sample.metrics["steps"], 0.0)
+
+
 async def test_answers_of_which_none_is_an_action_earn_nothing(model, server, tmp_path):
     columns = {"reset": {"folder": str(tmp_path)}}
     async with serving(model, server, writing("hm", '{"w": 1}'), {"turns": 2}, columns) as system:

@@ -1,6 +1,7 @@
 """An OpenEnv server for one session at a time, which does as the policy says, once."""
 
 import os
+import subprocess
 from pathlib import Path
 
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
@@ -26,6 +27,7 @@ class Hazards(Environment[Word, Heard, State]):
             os._exit(3)
         if action.word == "die once" and not (self._folder / "died").exists():
             (self._folder / "died").touch()
+            subprocess.Popen(["sleep", "60"])  # lives on, and holds the server's stderr
             os._exit(3)
         if action.word == "raise":
             raise ValueError("a bug in the environment")

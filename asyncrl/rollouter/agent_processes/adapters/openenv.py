@@ -26,6 +26,8 @@ HEALTH_S = 3.0  # for one request of /health
 CAPACITY_S = 0.5  # between attempts to get a session of a server that has no more
 TAIL = 4096  # characters of what it prints, for its last line
 MAX_BACKOFF_S = 30.0  # between restarts of a server
+ENDED_EVERY_S = 0.2  # between looks at whether a server has ended
+LAST_WORDS_S = 1.0  # for what an ended server has printed
 
 
 class EnvironmentFailed(Exception):
@@ -221,19 +223,29 @@ class Server:
             began, ended = time.monotonic(), asyncio.create_task(self._run())
 
     async def _run(self) -> str:
-        """How it ended."""
-        descriptor = self._socket.fileno()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "uvicorn", self._app, "--fd", str(descriptor), "--log-level", "warning"),
-            pass_fds=[descriptor],
-            stderr=asyncio.subprocess.PIPE,
-            env={"ENABLE_WEB_INTERFACE": "false", **os.environ},
-        )
+        """How it ended. A program that it has started may live on and hold its stderr open."""
+        descriptor, tail = self._socket.fileno(), ""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "uvicorn", self._app, "--fd", str(descriptor), "--log-level", "warning"),
+                pass_fds=[descriptor],
+                stderr=asyncio.subprocess.PIPE,
+                env={"ENABLE_WEB_INTERFACE": "false", **os.environ},
+            )
+        except OSError as e:
+            return f"does not start: {e}"
+
+        async def read(printed: asyncio.StreamReader) -> None:
+            nonlocal tail
+            while chunk := await printed.read(1 << 16):
+                text = chunk.decode(errors="replace")
+                sys.stderr.write(text)
+                tail = (tail + text)[-TAIL:]
+
         assert process.stderr is not None
-        tail = ""
-        while chunk := await process.stderr.read(1 << 16):
-            text = chunk.decode(errors="replace")
-            sys.stderr.write(text)
-            tail = (tail + text)[-TAIL:]
-        last_line = tail.strip().splitlines()[-1:]
-        return ": ".join([f"ended with exit code {await process.wait()}", *last_line])
+        reading = asyncio.create_task(read(process.stderr))
+        while process.returncode is None:
+            await asyncio.sleep(ENDED_EVERY_S)
+        await asyncio.wait([reading], timeout=LAST_WORDS_S)
+        reading.cancel()
+        return ": ".join([f"ended with exit code {process.returncode}", *tail.strip().splitlines()[-1:]])
