@@ -197,6 +197,15 @@ def test_sampled_trajectories_become_a_table_every_few_steps(alone, tmp_path):
     assert first["data"][1][1:] == ["p", "2+=", "45", 0.5, "0.3 · 0.4", "stop", 2, "u"]
 
 
+def test_a_last_table_that_fails_does_not_keep_the_run_open(alone, tmp_path):
+    sink = WandbSink(WandbConfig(table_every_steps=9), "quick", tmp_path, {})
+    sink._rows = [[object()]]  # not as many cells as columns
+    with pytest.raises(ValueError, match="columns"):
+        sink.close("replica/1 is gone")
+    run = offline_run(tmp_path)
+    assert (run.exit_code, run.summary["failed"]) == (1, "replica/1 is gone")
+
+
 def test_without_tables_no_trajectory_is_kept(alone, tmp_path):
     sink = WandbSink(WandbConfig(table_every_steps=0), "quick", tmp_path, {})
     for step in range(1, 6):

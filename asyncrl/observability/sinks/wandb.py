@@ -92,10 +92,15 @@ class WandbSink(Sink):
 
     def close(self, failed: str | None, stopped: str | None = None) -> None:
         """Ends the wandb run: exit code 1 after a failure, and the reason in the summary."""
+        try:
+            if self._rows:
+                self._log_table()
+        finally:
+            self._finish(failed, stopped)
+
+    def _finish(self, failed: str | None, stopped: str | None) -> None:
         import wandb
 
-        if self._rows:
-            self._log_table()
         for name, reason in (("failed", failed), ("stopped", stopped)):
             if reason is not None:
                 self._run.summary[name] = reason
