@@ -14,6 +14,8 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from asyncrl.config.load import ConfigError, load_config, to_yaml
 from asyncrl.config.schema import Config
@@ -47,9 +49,11 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
         from asyncrl.trainer.progress import Progress
         from asyncrl.trainer.validation import ValidationSchedule
 
-        config = with_overridden_model(config)
-        found = preflight(config, cpus=None if joins_a_cluster(config) else local_cpus())
+        cpus = None if joins_a_cluster(config) else local_cpus()
+        with TemporaryDirectory() as scratch:
+            found = preflight(with_overridden_model(config, Path(scratch)), cpus)
         folder = await asyncio.to_thread(RunFolder.open, config, resume, found, skip)
+        config = with_overridden_model(config, folder.path)
         configure_logging("driver", folder.logs)
         hub, recorder = open_hub(config, folder.path), Recorder("driver")
         cluster = Cluster(config, found, folder)
@@ -134,14 +138,12 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
 def dry_run(config: Config) -> int:
     """Print the plan of a run on the cluster that it would join, or on this machine; starts and writes nothing. Returns
     1 if the pools do not fit. Raises ConfigError."""
-    from tempfile import TemporaryDirectory
-
     from asyncrl.run.placement import cluster_machines, joins_a_cluster
     from asyncrl.run.placement_plan import PlacementError, assign_machines, make_plan, this_machine, with_devices
     from asyncrl.run.preflight import preflight, with_overridden_model
 
     with TemporaryDirectory() as scratch:
-        config = with_overridden_model(replace(config, run_dir=scratch))
+        config = with_overridden_model(config, Path(scratch))
         joins = joins_a_cluster(config)
         found = preflight(config, cpus=None if joins else local_cpus())
         machines = cluster_machines(config) if joins else [this_machine()]
@@ -165,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--print-config", action="store_true", help="print the whole configuration and exit")
     parser.add_argument("--dry-run", action="store_true", help="print the placement plan and exit")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="such as rollout.n=8")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     try:
         config = load_config(args.config, args.overrides)
         if args.print_config:

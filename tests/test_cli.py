@@ -28,7 +28,7 @@ def test_the_console_script_is_the_main_function():
 def test_train_takes_the_arguments_of_the_main_module(tmp_path, capsys):
     inputs = make_inputs(tmp_path / "inputs")
     options = overrides(inputs, tmp_path / "run", "trainer.ranks=2")
-    assert main(["train", "--dry-run", *options]) == 0
+    assert main(["train", options[0], "--dry-run", *options[1:]]) == 0
     plan = capsys.readouterr().out
     assert "trainer/1  this machine" in plan
     assert not (tmp_path / "run").exists()

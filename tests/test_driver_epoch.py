@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ from asyncrl.models.config import CheckpointError
 from asyncrl.processes.identity import Process
 from asyncrl.run import driver_epoch
 from asyncrl.run.driver_epoch import FOLDER, DriverEpoch, EpochOver, InUse, _created
-from asyncrl.run.preflight import with_overridden_model
 from asyncrl.run.resume import valid_checkpoints
 from asyncrl.run.run_folder import RunFolder
 from asyncrl.trainer.checkpoints import CheckpointMetadata, CheckpointStore
@@ -184,12 +182,3 @@ def test_a_run_that_died_before_it_had_begun_leaves_its_folder_to_the_next_one(t
     assert (folder.path, folder.epoch.number) == (tmp_path / "run", 2)
     assert RunFolder.create(config).path == tmp_path / "run-2"
 
-
-def test_an_overridden_model_is_not_an_earlier_run(tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text('{"rope_theta": 1}')
-    config = load_config(None, [f"run_dir={tmp_path / 'run'}", f"model.path={model}", "reward.function=none"])
-    config = with_overridden_model(replace(config, model=replace(config.model, overrides={"rope_theta": 2})))
-    assert config.model.path == str(tmp_path / "run/model")
-    assert RunFolder.create(config).path == tmp_path / "run"

@@ -23,8 +23,10 @@ import psutil
 import pytest
 import torch
 
+from asyncrl.config.load import load_config
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.observability.trajectory_files import read
+from asyncrl.run.placement_plan import PlacementError
 from tests.support.stranger import PAYLOADS, stranger
 from tests.support.tiny import authorized, overrides
 
@@ -430,6 +432,24 @@ def test_invalid_options_are_refused_before_anything_starts(inputs, tmp_path, op
     assert message in err
     assert all(line.startswith("config: ") for line in err.splitlines())
     assert not (tmp_path / "run").exists()
+
+
+def test_each_run_has_an_overridden_model_of_its_own(inputs, tmp_path, monkeypatch):
+    from asyncrl.fully_async_main import main
+
+    async def open_nothing(cluster):
+        raise PlacementError("no room")
+
+    monkeypatch.setattr("asyncrl.run.cluster.Cluster.open", open_nothing)
+    monkeypatch.setattr("asyncrl.observability.telemetry.log.configure_logging", lambda *_: None)
+    quiet = ("reporting.wandb.mode=disabled", "reporting.report=false")
+    for context in (128, 256):
+        options = overrides(inputs, tmp_path / "run", f"model.overrides.max_position_embeddings={context}", *quiet)
+        assert main(options) == 1
+    for name, context in (("run", 128), ("run-2", 256)):
+        written = load_config(tmp_path / name / "config.yaml")
+        assert json.loads((tmp_path / name / "model/config.json").read_text())["max_position_embeddings"] == context
+        assert written.model.path == str(inputs / "checkpoint")  # so that a resume does not find another model
 
 
 def test_damaged_inputs_are_reported(inputs, tmp_path, capfd):

@@ -132,13 +132,13 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
     )
 
 
-def with_overridden_model(config: Config) -> Config:
-    """Config whose model.path is a folder in run_dir with model.overrides applied; unchanged without overrides. Raises
-    ConfigError."""
+def with_overridden_model(config: Config, folder: Path) -> Config:
+    """Config whose model.path is in ``folder``, the run's, with model.overrides applied; unchanged without overrides.
+    Raises ConfigError."""
     if not config.model.overrides:
         return config
     try:
-        made = overridden(config.model.path, config.model.overrides, Path(config.run_dir).absolute() / OVERRIDDEN)
+        made = overridden(config.model.path, config.model.overrides, folder.absolute() / OVERRIDDEN)
     except CheckpointError as e:
         raise ConfigError([str(e)]) from None
     return replace(config, model=replace(config.model, path=str(made)))

@@ -21,7 +21,6 @@ from asyncrl.config.resume import refused_changes
 from asyncrl.config.schema import Config
 from asyncrl.disk.files import make_folder, rename, sync_tree, write_whole
 from asyncrl.models.config import CheckpointError
-from asyncrl.models.overridden import FOLDER as OVERRIDDEN
 from asyncrl.observability.run_profile import FILE as PROFILE
 from asyncrl.observability.series import read_series, totals
 from asyncrl.observability.telemetry.log import LOGS, LogConfig
@@ -296,9 +295,8 @@ def journal_folder(run: Path, journal_dir: str) -> Path:
 
 
 def _holds_something(path: Path) -> bool:
-    """True unless the folder is empty, or has only what comes before a run begins: drivers, an overridden model."""
-    before = (DRIVERS, OVERRIDDEN)
-    return any(item.name not in before and item.suffix != ".partial" for item in path.iterdir())
+    """True unless the folder is empty, or has only what comes before a run begins: its drivers."""
+    return any(item.name != DRIVERS and item.suffix != ".partial" for item in path.iterdir())
 
 
 def _database(path: Path) -> list[Path]:
