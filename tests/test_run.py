@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import io
 import json
 import os
 import secrets
@@ -27,6 +28,7 @@ from asyncrl.config.load import load_config
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.observability.trajectory_files import read
 from asyncrl.run.placement_plan import PlacementError
+from asyncrl.run.shutdown import Shutdown
 from tests.support.stranger import PAYLOADS, stranger
 from tests.support.tiny import authorized, overrides
 
@@ -242,6 +244,19 @@ def test_an_interrupted_run_finishes_its_step_saves_and_reports_it(start, tmp_pa
     assert len(saved) == 1
     assert (saved[0] / "hf/model.safetensors").is_file()
     assert processes_of(ray_dir) == []
+
+
+def test_an_interruption_counts_although_the_program_that_reads_the_output_has_ended(monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    shutdown, stopped = Shutdown(), []
+    shutdown.on_interrupt(stopped.append)
+    with monkeypatch.context() as context:
+        context.setattr(sys, "stdout", Closed())
+        shutdown.interrupt(signal.SIGINT)
+    assert stopped == ["SIGINT"]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from asyncrl.run.driver_epoch import FOLDER as DRIVERS
 from asyncrl.run.driver_epoch import DriverEpoch, InUse, wait_for_previous
 from asyncrl.run.preflight import FINGERPRINT, Preflight
 from asyncrl.run.resume import ResumePoint, resume_point, valid_checkpoints
-from asyncrl.run.shutdown import Shutdown
+from asyncrl.run.shutdown import Shutdown, say
 from asyncrl.sample_queue.journal import newest_copy
 from asyncrl.sample_queue.ledger import FILE as LEDGER
 from asyncrl.sample_queue.ledger import LedgerError, read_meta, reading
@@ -164,8 +164,8 @@ class RunFolder:
         if report:
             self._report()
         if newest := self.checkpoints.newest():
-            print(f"checkpoint:  {newest.path}")
-        print(f"run folder:  {self.path}", flush=True)
+            say(f"checkpoint:  {newest.path}")
+        say(f"run folder:  {self.path}")
         self.epoch.end()
 
     def _report(self) -> None:
@@ -174,7 +174,7 @@ class RunFolder:
         from asyncrl.observability.report.trace import write_trace
 
         try:
-            print(f"report:      {write_report(self.path)}")
+            say(f"report:      {write_report(self.path)}")
             write_trace(self.path)
         except Exception:
             log.exception("the report could not be written; `python -m asyncrl.report %s` tries again", self.path)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from asyncrl.config.load import ConfigError
@@ -19,6 +19,12 @@ from asyncrl.run.driver_epoch import EpochOver
 log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
+
+
+def say(line: str) -> None:
+    """Print a line for people. If they piped it into a program, Ctrl-C ends that first, and writing to it fails."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
 
 
 class Interrupted(Exception):
@@ -45,10 +51,10 @@ class Shutdown:
             return
         self.signal = signal.Signals(signum)
         self.stopped = self.signal.name
-        print(f"{self.signal.name}: finishing the current step, then saving; a second signal abandons it", flush=True)
         self._interrupted.set()
         for callback in self._callbacks:
             callback(self.signal.name)
+        say(f"{self.signal.name}: finishing the current step, then saving; a second signal abandons it")
 
     def on_interrupt(self, callback: Callable[[str], None]) -> None:
         """Call ``callback(name of the signal)`` at the first signal, at once if it has arrived already."""
@@ -61,8 +67,8 @@ class Shutdown:
         if max_time_s:
             await asyncio.sleep(self._began_s + max_time_s - now_s())
             reason = f"trainer.max_time_s: {max_time_s:g} s have passed"
-            print(f"{reason}: finishing the current step, then saving", flush=True)
             stop(reason)
+            say(f"{reason}: finishing the current step, then saving")
         await asyncio.Event().wait()
 
     async def unless_interrupted(self, work: Awaitable[Any]) -> Any:
@@ -103,7 +109,7 @@ class Shutdown:
         else:
             log.error("%s", "".join(traceback.format_exception(error)).strip())
 
-    @contextmanager
+    @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Record an exception of one closing step as a failure of the run, so that the other steps still run."""
         try:
@@ -122,7 +128,7 @@ class Shutdown:
         return "failed" if self.failure else "interrupted" if self.signal else "finished"
 
 
-@contextmanager
+@contextlib.contextmanager
 def on_signals(handler: Callable[[int], None]) -> Iterator[None]:
     """Let SIGINT and SIGTERM call ``handler`` on the running event loop."""
     loop = asyncio.get_running_loop()
