@@ -56,6 +56,27 @@ def test_a_file_extends_another_and_overrides_win(tmp_path):
     assert (config.rollout.n, config.rollout.max_turns, config.trainer.optimizer.lr) == (6, 5, 1e-3)
 
 
+def test_an_empty_mapping_clears_what_lower_layers_give(tmp_path):
+    (tmp_path / "base.yaml").write_text("model: {path: m, overrides: {rope_theta: 2}}\nreward: {function: none}\n")
+    (tmp_path / "more.yaml").write_text("extends: base.yaml\nmodel: {overrides: {}}\nrollout: {}\n")
+    config = load_config(tmp_path / "more.yaml", ["reward.args.a=1", "reward.args={}", "reward.args.b=2"])
+    assert (config.model.overrides, config.reward.args, config.rollout) == ({}, {"b": 2}, RolloutConfig())
+
+
+@pytest.mark.parametrize("text", ["${x}", "a ${x} b", r"\${x}", r"c:\d\\${x}", "$x{", "${secret:KEY} of ${x}", "${", "\\"])
+def test_texts_with_dollars_and_braces_are_written_so_that_they_are_read_again(tmp_path, text):
+    config = load_config(None, REQUIRED)
+    config = replace(config, reward=replace(config.reward, args={"a": text, "b": [{"c": text}]}))
+    (tmp_path / "c.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "c.yaml") == config
+
+
+def test_a_config_file_that_is_no_text_is_refused_in_a_line(tmp_path):
+    (tmp_path / "c.yaml").write_bytes(b"name: \xff\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml: cannot be read \(.*utf-8.*\)$"):
+        load_config(tmp_path / "c.yaml")
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

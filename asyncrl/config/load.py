@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +29,8 @@ from asyncrl.config.section import OptionProblems
 
 Tree = Mapping[str, Any]
 
+_INTERPOLATION = re.compile(r"(\\*)\$\{(?!secret:)")
+
 
 class ConfigError(ValueError):
     """Invalid configuration. ``problems``: one line each, beginning with the option's key."""
@@ -42,10 +46,11 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
     Validates each section on its own; `asyncrl.run.checks.check` validates sections, parts and files against each
     other. Raises ConfigError."""
-    layers = _read_layers(Path(path)) if path is not None else []
-    layers += [("", _parse_override(text)) for text in overrides]
+    given = _read_layers(Path(path)) if path is not None else []
+    given += [("", _parse_override(text)) for text in overrides]
     problems: list[str] = []
-    layers = [(name, _well_shaped(tree, name, problems)) for name, tree in layers]
+    layers = [(name, _well_shaped(tree, name, problems)) for name, tree in given]
+    _clear(layers)
     try:
         with secrets_stay_names():
             merged = OmegaConf.merge(dataclasses.asdict(Config()), *(tree for _, tree in layers))
@@ -70,7 +75,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     return config
 
 
-def _well_shaped(tree: Tree, name: str, problems: list[str], prefix: str = "") -> Tree:
+def _well_shaped(tree: Tree, name: str, problems: list[str], prefix: str = "") -> dict[str, Any]:
     """The layer without values of the wrong shape (a group, list or mapping where another is expected), with which a
     merge would replace lower layers, or fail. Adds one line per such value to ``problems``."""
     shaped = {}
@@ -86,6 +91,17 @@ def _well_shaped(tree: Tree, name: str, problems: list[str], prefix: str = "") -
     return shaped
 
 
+def _clear(layers: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Let an empty mapping replace the entries of lower layers, which a merge would keep."""
+    for i, (_, tree) in enumerate(layers):
+        cleared = [key for key, value in _leaves(tree) if value == {} and _shape_of(known_keys().get(key)) is dict]
+        for key, (_, below) in itertools.product(cleared, layers[:i]):
+            *groups, option = key.split(".")
+            for part in groups:
+                below = inner if isinstance(inner := below.get(part), dict) else {}
+            below.pop(option, None)
+
+
 def _left_open(layers: Sequence[tuple[str, Tree]]) -> Iterator[str]:
     """Options that the last layer setting them marks as required (``???``), where a merge would keep a lower value."""
     last = {key: value for _, tree in layers for key, value in _leaves(tree)}
@@ -94,7 +110,7 @@ def _left_open(layers: Sequence[tuple[str, Tree]]) -> Iterator[str]:
 
 def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for part, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{part}.")
         else:
             yield f"{prefix}{part}", value
@@ -113,7 +129,16 @@ def _shape_of(kind: Any) -> type | None:
 
 def to_yaml(config: Config) -> str:
     """The whole tree as YAML, defaults included; `load_config` reads it back to an equal Config."""
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(dataclasses.asdict(config))))
+
+
+def _escaped(value: Any) -> Any:
+    """Texts with a dollar and a brace so that they are no interpolations, but for names of secrets."""
+    if isinstance(value, str):
+        return _INTERPOLATION.sub(lambda found: 2 * found[1] + "\\${", value)
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list) else value
 
 
 def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, Tree]]:
@@ -126,6 +151,8 @@ def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, Tre
     try:
         # OmegaConf's loader reads 1e-6 as a number; plain YAML reads it as a string
         tree: Any = OmegaConf.to_container(OmegaConf.create(path.read_text()))
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError([f"{path}: cannot be read ({e})"]) from None
     except (yaml.YAMLError, OmegaConfBaseException) as e:
         raise ConfigError([f"{path}: not valid YAML: {' '.join(str(e).split())}"]) from None
     if not isinstance(tree, dict):
