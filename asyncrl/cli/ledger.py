@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, help="folder of the run; it is not changed")
     run_dir = parser.parse_args(arguments).run_dir
     path = run_dir / FILE
-    if not path.is_file() and (copy := newest_copy(run_dir / "journal")) is not None:
+    if not path.is_file() and (copy := newest_copy(run_dir)) is not None:
         path = copy / FILE
         print(f"as of the last checkpoint: read from the copy {path}; the live ledger is in journal_dir\n")
     try:

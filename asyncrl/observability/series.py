@@ -10,6 +10,8 @@ from typing import Any
 from asyncrl.observability.number_format import is_number
 from asyncrl.observability.sinks.jsonl import METRICS_FILE, read_jsonl
 
+SUMMARY_FILE = "summary.json"  #: in a run's folder: how it ended, and its overall figures
+
 #: metric name → (steps, values); values may be None where a step has no number
 Series = Mapping[str, tuple[Sequence[int], Sequence[float | None]]]
 

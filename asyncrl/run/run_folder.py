@@ -22,14 +22,14 @@ from asyncrl.config.schema import Config
 from asyncrl.disk.files import make_folder, rename, sync_tree, write_whole
 from asyncrl.models.config import CheckpointError
 from asyncrl.observability.run_profile import FILE as PROFILE
-from asyncrl.observability.series import read_series, totals
+from asyncrl.observability.series import SUMMARY_FILE, read_series, totals
 from asyncrl.observability.telemetry.log import LOGS, LogConfig
 from asyncrl.run.driver_epoch import FOLDER as DRIVERS
 from asyncrl.run.driver_epoch import DriverEpoch, InUse, wait_for_previous
 from asyncrl.run.preflight import FINGERPRINT, Preflight
 from asyncrl.run.resume import ResumePoint, resume_point, valid_checkpoints
 from asyncrl.run.shutdown import Shutdown, say
-from asyncrl.sample_queue.journal import newest_copy
+from asyncrl.sample_queue.journal import COPIES, newest_copy
 from asyncrl.sample_queue.ledger import FILE as LEDGER
 from asyncrl.sample_queue.ledger import LedgerError, read_meta, reading
 from asyncrl.sample_queue.snapshots import FILE as SNAPSHOTS
@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 
 AUTO = "auto"
 CONFIG = "config.yaml"
-SUMMARY = "summary.json"
-JOURNAL_COPIES = "journal"
 LOCK_PATIENCE_S = 30.0  # for the processes of a killed run to end
 
 
@@ -147,14 +145,14 @@ class RunFolder:
     @property
     def journal_copy(self) -> Path | None:
         """A driver that lost its epoch never replaces the copy of the next one."""
-        return self.path / JOURNAL_COPIES / f"{self.epoch.number:06d}" if self._config.journal_dir else None
+        return self.path / COPIES / f"{self.epoch.number:06d}" if self._config.journal_dir else None
 
     def summarize(self, shutdown: Shutdown, figures: Mapping[str, Any], profile: Mapping[str, Any] | None) -> None:
         """Write summary.json, with the totals of all drivers of the run, and profile.json. Raises EpochOver."""
         self.epoch.check()
         whole = totals(read_series(self.path)[0])
         how = {"status": shutdown.status, "reason": shutdown.stopped, "failed": shutdown.failure}
-        write_whole(self.path / SUMMARY, json.dumps({**figures, **whole, **how}, indent=2) + "\n")
+        write_whole(self.path / SUMMARY_FILE, json.dumps({**figures, **whole, **how}, indent=2) + "\n")
         if profile is not None:
             write_whole(self.path / PROFILE, json.dumps(profile) + "\n")
 
@@ -218,12 +216,12 @@ class RunFolder:
                 f"{', '.join(valid)}"
             )
         older = [c for c in among if checkpoint is not None and c.taken < checkpoint.taken]
-        return resume_point(checkpoint, older, [self.journal, *filter(None, [newest_copy(self.path / JOURNAL_COPIES)])])
+        return resume_point(checkpoint, older, [self.journal, *filter(None, [newest_copy(self.path)])])
 
     def _continue_from(self, point: ResumePoint, valid: Mapping[str, str]) -> None:
         """Restore the journal that fits, and put aside the checkpoints that do not count."""
         self.epoch.found(valid)
-        (self.path / SUMMARY).unlink(missing_ok=True)  # of an end that was none
+        (self.path / SUMMARY_FILE).unlink(missing_ok=True)  # of an end that was none
         self.checkpoint = point.checkpoint
         for other in self.checkpoints.all():
             later = self.checkpoint is not None and other.taken > self.checkpoint.taken

@@ -51,6 +51,7 @@ from asyncrl.sample_queue.snapshots import FILE as SNAPSHOTS
 from asyncrl.sample_queue.snapshots import SnapshotStore
 from asyncrl.sample_queue.spool import SEGMENT_BYTES, Disk, RecordLocation, Spool, Torn, segment_name
 
+COPIES = "journal"  #: in the folder of a run whose journal is on another disk
 _PARTIAL, _BEFORE = ".partial", ".before"  # a copy being written, and the previous one
 
 
@@ -315,9 +316,9 @@ def found_copy(folder: Path) -> Path | None:
     return next((path for path in (folder, folder.with_suffix(_BEFORE)) if (path / FILE).is_file()), None)
 
 
-def newest_copy(copies: Path) -> Path | None:
-    """Copy of the newest driver among the folders of ``copies``, named by their epochs."""
-    epochs = sorted({path.with_suffix("") for path in copies.glob("[0-9]*")}, reverse=True)
+def newest_copy(run: Path) -> Path | None:
+    """The newest driver's copy among those in the folder of a run, which are named by the drivers' epochs."""
+    epochs = sorted({path.with_suffix("") for path in (run / COPIES).glob("[0-9]*")}, reverse=True)
     return next((copy for epoch in epochs if (copy := found_copy(epoch)) is not None), None)
 
 

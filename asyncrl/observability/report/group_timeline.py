@@ -42,7 +42,7 @@ def read_group_timelines(run_dir: Path | str, last: int) -> list[GroupTimeline]:
     """The ``last`` issued groups, oldest first; none without a readable ledger."""
     path = Path(run_dir) / FILE
     if not path.is_file():
-        copy = newest_copy(Path(run_dir) / "journal")
+        copy = newest_copy(Path(run_dir))
         if copy is None:
             return []
         path = copy / FILE

@@ -16,7 +16,7 @@ from asyncrl.observability import charts, trajectory_files
 from asyncrl.observability.number_format import short_number, short_seconds
 from asyncrl.observability.report import group_timeline, page, swimlanes
 from asyncrl.observability.report.conversation import Conversation, Piece
-from asyncrl.observability.series import Series, read_series, totals
+from asyncrl.observability.series import SUMMARY_FILE, Series, read_series, totals
 from asyncrl.observability.sinks.jsonl import METRICS_FILE
 from asyncrl.observability.sinks.timeline import read_spans
 from asyncrl.observability.trajectories import caption, plural
@@ -52,7 +52,7 @@ def write_report(run_dir: Path | str) -> Path:
 
 def _render(run_dir: Path) -> str:
     series, times = read_series(run_dir)
-    summary = _read_json(run_dir / "summary.json")
+    summary = _read_json(run_dir / SUMMARY_FILE)
     config_path = run_dir / "config.yaml"
     config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
     config = OmegaConf.create(config_text or "{}")
