@@ -9,6 +9,7 @@ import pytest
 from asyncrl.config.checks import derive
 from asyncrl.config.load import ConfigError, load_config, to_yaml
 from asyncrl.config.options import known_keys
+from asyncrl.config.resume import refused_changes
 from asyncrl.config.schema import Config, EngineConfig, RolloutConfig
 from asyncrl.run.checks import check
 from asyncrl.run.machine import local_memory_bytes
@@ -156,6 +157,14 @@ def test_numbers_may_come_from_the_environment_and_strings_may_look_like_numbers
     monkeypatch.setenv("SLOTS", "8")
     config = load_config(None, [*REQUIRED, "rollout.engine.slots=${oc.env:SLOTS}", "validation.top_p=1", "name=2024"])
     assert (config.rollout.engine.slots, config.validation.top_p, config.name) == (8, 1.0, "2024")
+
+
+def test_where_code_runs_may_differ_in_a_resumed_run():
+    before = load_config(None, [*REQUIRED, "rollout.agent.python=a/python", "sandbox.concurrent=4"])
+    now = load_config(None, [*REQUIRED, "rollout.agent.python=b/python", "sandbox.kind=remote", "sandbox.url=http://b"])
+    assert refused_changes(before, now) == []
+    (problem,) = refused_changes(before, replace(now, seed=7))
+    assert problem.startswith("seed: the run to resume has 0, found 7; ")
 
 
 def test_a_section_is_validated_wherever_it_is_constructed():

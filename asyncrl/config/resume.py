@@ -25,6 +25,7 @@ MAY_CHANGE = (
     "rollout.max_consecutive_drops",
     "rollout.max_attempts",
     "rollout.agent_timeout_s",
+    "rollout.agent.python",
     "rollout.agent.secrets",
     "rollout.agent.processes",
     "rollout.agent.memory_mb",
@@ -40,6 +41,7 @@ MAY_CHANGE = (
     "reward.timeout_s",
     "reward.memory_mb",
     "reward.file_mb",
+    "sandbox.",  # where code runs, and within which limits
     "trainer.",  # ranks, batch size, steps, optimizer, precision
     "algorithm.",
     "async_training.",
