@@ -16,6 +16,7 @@ from asyncrl.processes.device_errors import is_device_error
 from asyncrl.run.restartable import RestartableRanks, RestartableRollouters
 from asyncrl.run.rollouters import Rollouters, shard_names
 from asyncrl.run.supervision import DiedTooOften, DiskStalled, NotStarted, RestartPolicy, Supervisor
+from asyncrl.trainer.actors import RankGroup
 
 
 def test_the_back_off_doubles_up_to_a_limit_for_each_actor_separately():
@@ -496,6 +497,21 @@ async def test_a_rank_that_lost_its_device_counts_as_dead():
     await world.start_ranks()
     broken = ActorBroken("trainer/0", "RuntimeError: CUDA error: an illegal memory access was encountered")
     assert await RestartableRanks(world, supervisor(world)).lost(broken) == str(broken)
+
+
+async def test_a_rank_whose_call_does_not_end_counts_as_dead():
+    """Its computation hangs, while the actor still answers."""
+
+    async def train(*args):
+        return {}, []
+
+    async def hangs(*args):
+        await asyncio.Event().wait()
+
+    ranks = RankGroup([SimpleNamespace(name="trainer/0", train=train), SimpleNamespace(name="trainer/1", train=hangs)], 0.02)
+    with pytest.raises(ActorBroken, match=r"^trainer/1 is broken: a call has not ended for 0.02 s \(supervision.train_s\)$") as e:
+        await ranks.train(1, [], None, 0.0)
+    assert await RestartableRanks(World(), supervisor(World())).lost(e.value) == str(e.value)
 
 
 @pytest.mark.parametrize(

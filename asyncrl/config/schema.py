@@ -507,6 +507,8 @@ class SupervisionConfig(Section):
     answer_s: PositiveFloat = 60.0  # an actor that does not respond for this long is restarted
     # an actor that has not started, with its engine or model loaded, after this long is restarted
     start_s: PositiveFloat = 1800.0
+    # ranks are restarted if one has not ended a part of a step, or to load, copy or export its state, after this long
+    train_s: PositiveFloat = 7200.0
     disk_s: PositiveFloat = 300.0  # the run fails if the disk of the ledger does not complete a write within this time
     # bounds of the KL of each replica's policy to the trainer's, in nats (0: none); five times as high for versions
     # before the trainer's weights

@@ -168,7 +168,7 @@ class Cluster:
         for name in self.rank_names:
             await self.kill(name)
         self.senders.update({name: self._make_rank(i, name) for i, name in enumerate(self.rank_names)})
-        self.ranks = RankGroup(list(self.senders.values()))
+        self.ranks = RankGroup(list(self.senders.values()), self._config.supervision.train_s)
         await self._started(list(self.senders.values()), self.ranks.start())
 
     def silent(self, name: str) -> str:

@@ -156,10 +156,13 @@ class SampleQueueClient(ActorClient):
 
 
 class RankGroup:
-    """All ranks: each call goes to every rank at once, and the first exception is raised immediately."""
+    """All ranks: each call goes to every rank at once, and the first exception is raised immediately.
 
-    def __init__(self, ranks: Sequence[ActorClient]) -> None:
-        self._ranks = list(ranks)
+    A rank answers telemetry calls while its computation hangs. One that has not ended ``train``, ``stage``, ``load`` or
+    ``export_hf`` within ``limit_s`` counts as dead: raises ActorBroken."""
+
+    def __init__(self, ranks: Sequence[ActorClient], limit_s: float | None = None) -> None:
+        self._ranks, self._limit_s = list(ranks), limit_s
 
     async def start(self) -> None:
         init_method = await self._ranks[0].rendezvous() if len(self._ranks) > 1 else None
@@ -168,24 +171,34 @@ class RankGroup:
     async def train(
         self, step: int, payload: Any, mask_before: int | None, version: float, part: int = 0, parts: int = 1
     ) -> tuple[dict[str, float], list[SamplerKL]]:
-        return (await self._all(lambda rank: rank.train(step, payload, mask_before, version, part, parts)))[0]
+        train = lambda rank: rank.train(step, payload, mask_before, version, part, parts)
+        return (await self._all(train, self._limit_s))[0]
 
     async def first_groups(self, count: int) -> list[bytes]:
         return await self._ranks[0].first_groups(count)
 
     async def stage(self) -> None:
         """Copy the state of all ranks; training may continue after the return."""
-        await self._all(lambda rank: rank.stage())
+        await self._all(lambda rank: rank.stage(), self._limit_s)
 
     async def write(self, path: Path) -> None:
         """Write the last staged state while the ranks train; the next `stage` must wait for the return."""
         await self._all(lambda rank: rank.write(path))
 
     async def load(self, path: Path) -> None:
-        await self._all(lambda rank: rank.load(path))
+        await self._all(lambda rank: rank.load(path), self._limit_s)
 
     async def export_hf(self, path: Path) -> None:
-        await self._all(lambda rank: rank.export_hf(path))
+        await self._all(lambda rank: rank.export_hf(path), self._limit_s)
 
-    async def _all(self, call: Callable[[ActorClient], Any]) -> list[Any]:
-        return await asyncio.gather(*(call(rank) for rank in self._ranks))
+    async def _all(self, call: Callable[[ActorClient], Any], limit_s: float | None = None) -> list[Any]:
+        calls = [asyncio.ensure_future(call(rank)) for rank in self._ranks]
+        try:
+            async with asyncio.timeout(limit_s) as deadline:
+                return await asyncio.gather(*calls)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            late = [rank.name for rank, made in zip(self._ranks, calls, strict=True) if made.cancelled()]
+            why = f"a call has not ended for {limit_s:g} s (supervision.train_s)"
+            raise ActorBroken(", ".join(late) or self._ranks[0].name, why) from None
