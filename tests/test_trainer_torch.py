@@ -7,10 +7,12 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from asyncrl.config.schema import CheckpointConfig
@@ -385,6 +387,14 @@ def test_a_failed_write_keeps_the_copy(checkpoint, start_rank, tmp_path):
         rank.write(tmp_path / "file" / "state")
     rank.write(tmp_path / "state")
     start_rank(make_config(checkpoint)).load(tmp_path / "state")
+
+
+def test_ranks_wait_for_the_one_that_writes_as_long_as_a_checkpoint_may_take(checkpoint, start_rank, monkeypatch):
+    waits, new_group = [], dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda *a, **k: waits.append(k.get("timeout")) or new_group(*a, **k))
+    config = make_config(checkpoint)
+    start_rank(config)
+    assert timedelta(seconds=config.checkpoint.timeout_s) in waits
 
 
 def save_then_hang(_, config, folder):

@@ -128,7 +128,8 @@ class BaseBackend(ABC):
             self._models["reference"] = HeldModel(policy, context=self._without_adapters)
 
     def _prepare_checkpoints(self, timeout_s: float) -> None:
-        self._checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        limit_s = max(timeout_s, self._config.checkpoint.timeout_s)  # the others wait while one rank writes
+        self._checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
         # with periodic checkpoints allocated at the start, because allocation takes longer than a copy
         periodic = self._config.checkpoint.every_steps > 0
         self._staged = StagedState(self.state(), self._checkpoint_group) if periodic else None
@@ -284,7 +285,7 @@ class BaseBackend(ABC):
     def export_hf(self, path: Path) -> None:
         with self._resident("parameters", "optimizer"):
             self._export.write_hf(path)
-        dist.barrier(self._checkpoint_group)  # one rank writes, which may take longer than any collective
+        dist.barrier(self._checkpoint_group)  # one rank writes, which may take longer than any other collective
 
     # -- state -----------------------------------------------------------------------------------------------------
 
