@@ -7,11 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from asyncrl.config.schema import RolloutConfig, SupervisionConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.processes.actor_client import ActorBroken, ActorDied, ActorStartFailed, Preempted, RestartableClient
+from asyncrl.processes.actor_client import (
+    ActorBroken,
+    ActorClient,
+    ActorDied,
+    ActorStartFailed,
+    DataLost,
+    Preempted,
+    RestartableClient,
+)
 from asyncrl.processes.device_errors import is_device_error
 from asyncrl.run.restartable import RestartableRanks, RestartableRollouters
 from asyncrl.run.rollouters import Rollouters, shard_names
@@ -511,6 +520,25 @@ async def test_a_rank_whose_call_does_not_end_counts_as_dead():
     ranks = RankGroup([SimpleNamespace(name="trainer/0", train=train), SimpleNamespace(name="trainer/1", train=hangs)], 0.02)
     with pytest.raises(ActorBroken, match=r"^trainer/1 is broken: a call has not ended for 0.02 s \(supervision.train_s\)$") as e:
         await ranks.train(1, [], None, 0.0)
+    assert await RestartableRanks(World(), supervisor(World())).lost(e.value) == str(e.value)
+
+
+async def test_lost_data_of_a_call_ends_no_run(monkeypatch):
+    """A call that may be repeated is; ranks go back to the last checkpoint; what an actor has recorded is left out."""
+    monkeypatch.setattr("asyncrl.processes.actor_client.REPEAT_S", 0.0)
+    lost = ObjectLostError("00", None, "")
+    outcomes = [lost, RayTaskError("train", "", lost), 7]
+
+    class Handle:
+        async def remote(self, *args):
+            if isinstance(outcome := outcomes.pop(0), Exception):
+                raise outcome
+            return outcome
+
+    assert await RestartableClient(SimpleNamespace(stats=Handle()), "queue").stats() == 7
+    outcomes += [RayTaskError("train", "", lost)]
+    with pytest.raises(DataLost) as e:
+        await RankGroup([ActorClient(SimpleNamespace(train=Handle()), "trainer/0")]).train(1, [], None, 0.0)
     assert await RestartableRanks(World(), supervisor(World())).lost(e.value) == str(e.value)
 
 

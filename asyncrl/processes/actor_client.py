@@ -11,10 +11,12 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from asyncrl.observability.telemetry.log import LogConfig, configure_logging
 from asyncrl.processes.identity import Process
+
+REPEAT_S = 1.0  # before a call is made again whose data was lost
 
 
 def start_ray(**options: Any) -> None:
@@ -54,8 +56,8 @@ class SupervisedActor:
 class ActorClient:
     """``await ActorClient(handle, name).method(args)``.
 
-    Raises an exception of the actor unchanged (see `remote_exception`), `ActorDied` when its process dies, and
-    `ActorStartFailed` for an exception of its constructor."""
+    Raises an exception of the actor unchanged (see `remote_exception`), `ActorDied` when its process dies, `DataLost` when
+    data of the call is lost, and `ActorStartFailed` for an exception of its constructor."""
 
     def __init__(self, handle: Any, name: str) -> None:
         self.handle, self.name = handle, name
@@ -75,7 +77,11 @@ class ActorClient:
         try:
             yield
         except RayTaskError as e:
+            if isinstance(e.cause, ObjectLostError):
+                raise DataLost(self.name) from None
             raise remote_exception(e) from None
+        except ObjectLostError:
+            raise DataLost(self.name) from None
         except RayActorError as e:
             if e.actor_init_failed:
                 raise ActorStartFailed(self.name, str(e).strip().splitlines()[-1].strip()) from None
@@ -84,8 +90,9 @@ class ActorClient:
 
 class RestartableClient(ActorClient):
     """Client of an actor that may be restarted, for calls that are safe to repeat: a call that the actor's death
-    interrupts is repeated on its successor, set by `replace`; a call before the first start (``handle`` None) waits for
-    it. ``client.once.method()`` raises ActorDied instead. ``once``: creates the client of one process."""
+    interrupts is repeated on its successor, set by `replace`, and one whose data is lost on the same actor; a call before
+    the first start (``handle`` None) waits for it. ``client.once.method()`` raises instead. ``once``: creates the client
+    of one process."""
 
     def __init__(self, handle: Any, name: str, once: Callable[[Any, str], ActorClient] = ActorClient) -> None:
         super().__init__(handle, name)
@@ -107,6 +114,9 @@ class RestartableClient(ActorClient):
                 if once.handle is not None:
                     try:
                         return await getattr(once, name)(*args, **kwargs)
+                    except DataLost:
+                        await asyncio.sleep(REPEAT_S)
+                        continue
                     except ActorDied as died:
                         if died.name != self.name:
                             raise
@@ -141,6 +151,17 @@ class Preempted(ActorDied):
 
     def __str__(self) -> str:
         return f"{self.name} is preempted: {self.why}"
+
+
+class DataLost(RuntimeError):
+    """A large argument or answer of a call to actor ``name`` is lost with the machine that had it. The actor may live."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"data of a call to {self.name} is lost: the machine that had it is gone, or cannot be reached"
 
 
 class ActorStartFailed(RuntimeError):

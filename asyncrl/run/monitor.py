@@ -17,7 +17,7 @@ from asyncrl.observability.telemetry.clock import ClockOffset, now_s
 from asyncrl.observability.telemetry.intervals import Activity, intersect, length
 from asyncrl.observability.telemetry.recorder import Batch, Recorder
 from asyncrl.observability.trajectories import Decode, sampled_rows
-from asyncrl.processes.actor_client import ActorDied
+from asyncrl.processes.actor_client import ActorDied, DataLost
 from asyncrl.rollouter.engine_metrics import engine_metrics
 from asyncrl.rollouter.sources import several_sources, source_means
 from asyncrl.trainer.progress import Progress
@@ -242,7 +242,7 @@ class Monitor:
 
     async def _answer(self, name: str, drain: Callable[[], Awaitable[Batch]]) -> Batch:
         """An actor's records, with times of this process's clock; none if it died, which its supervisor notices, or is
-        unresponsive."""
+        unresponsive, or its machine is gone with them."""
         limit_s, sent_s = self._config.supervision.answer_s, now_s()
         try:
             batch = await asyncio.wait_for(drain(), limit_s)
@@ -250,6 +250,6 @@ class Monitor:
             return batch.shifted(offset_s) if offset_s else batch
         except TimeoutError:
             await self._on_unresponsive(name, f"has not answered for {limit_s:g} s: its process is stopped or stuck")
-        except ActorDied:
+        except (ActorDied, DataLost):
             pass
         return Batch(name)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.processes.actor_client import ActorDied, first_leaf
+from asyncrl.processes.actor_client import ActorDied, DataLost, first_leaf
 from asyncrl.processes.tasks import cancelled, end_of_first
 from asyncrl.run.supervision import SupervisedCluster, Supervisor
 
@@ -82,9 +82,12 @@ class RestartableRanks:
 
     async def lost(self, error: BaseException) -> str | None:
         """Why a rank is dead; None if all live. Waits up to `DEATH_NOTICE_S`: a rank may fail with ``error`` because
-        another one died, before that death is reported. A rank that failed a sync counts as dead."""
+        another one died, before that death is reported. A rank that failed a sync counts as dead, and so do all when data
+        is lost that they got or gave."""
         if (died := rank_death(error)) is not None:
             return str(died)
+        if isinstance(error, DataLost):
+            return str(error)
         if isinstance(error, SyncError) and error.who in self._cluster.senders:
             await self._cluster.end(error.who, f"failed a sync ({error})")
             return str(error)
