@@ -95,10 +95,18 @@ def test_a_dry_run_prints_placement_and_figures_and_writes_nothing(tmp_path, cap
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_that_cannot_be_placed_fails_with_the_missing_resources(tmp_path, capsys):
+def test_a_dry_run_that_cannot_be_placed_fails_with_what_is_missing(tmp_path, capsys, monkeypatch):
     inputs = make_inputs(tmp_path / "inputs")
     assert main(["--dry-run", *overrides(inputs, tmp_path / "run", "trainer.device=cuda")]) == 1
     assert "GPU on one machine, the cluster has this machine with" in capsys.readouterr().err
+
+    def init(**options):
+        raise ConnectionError("Failed to connect\nto GCS")
+
+    monkeypatch.setattr("ray.init", init)
+    assert main(["--dry-run", *overrides(inputs, tmp_path / "run", "ray.address=10.0.0.1:6379")]) == 2
+    expected = "config: ray.address: expected a Ray cluster at 10.0.0.1:6379, found none (Failed to connect to GCS)\n"
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.slow

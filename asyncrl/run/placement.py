@@ -44,12 +44,21 @@ def joins_a_cluster(config: Config) -> bool:
 
 
 def cluster_machines(config: Config) -> list[Machine]:
-    """Machines of the cluster that the run would join. Raises Ray's own error if there is none."""
-    ray.init(address=config.ray.address or os.environ["RAY_ADDRESS"], logging_level="ERROR")  # type: ignore[arg-type]
+    """Machines of the cluster that the run would join. Raises ConfigError if there is none."""
+    _join(config, logging_level="ERROR")
     try:
         return list(_nodes().values())
     finally:
         ray.shutdown()
+
+
+def _join(config: Config, **options: Any) -> None:
+    address = config.ray.address or os.environ["RAY_ADDRESS"]
+    try:
+        ray.init(address=address, **options)
+    except ConnectionError as e:
+        why = " ".join(str(e).split())
+        raise ConfigError([f"ray.address: expected a Ray cluster at {address}, found none ({why})"]) from None
 
 
 class NodeDied(RuntimeError):
@@ -168,7 +177,7 @@ class Placement:
     def _init_ray(self) -> None:
         common: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": True}
         if joins_a_cluster(self.config):
-            ray.init(address=self.config.ray.address or os.environ["RAY_ADDRESS"], **common)
+            _join(self.config, **common)
             return
         start_ray(
             num_cpus=local_cpus(),
