@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from asyncrl.config.load import ConfigError, load_config
 from asyncrl.config.schema import DataConfig
 from asyncrl.data.prompts import load_prompts
+from asyncrl.evaluation.answers import evaluation_config
 from asyncrl.models.checkpoint import is_draft, read_tensors, save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.rollouter.engines.native.kv import KVCache
@@ -115,6 +116,8 @@ def test_a_model_that_the_native_decoder_does_not_support_may_use_other_backends
     others = (f"model.path={folder}", "trainer.backend=megatron", "rollout.engine.name=vllm", "model.lora.rank=4")
     found = preflight(load_config(None, overrides(inputs, inputs / "run", *others)), cpus=None)
     assert (found.model.architecture, found.model.num_mtp_layers) == ("Qwen3_5ForCausalLM", 1)
+    evaluated = evaluation_config(load_config(None, overrides(inputs, inputs / "run", *others)), folder)
+    assert preflight(evaluated, cpus=None).model == found.model
     section = ("trainer.megatron.context_parallel_size=2", "trainer.ranks=2", "model.lora.target_modules=[q_proj,gate]")
     lora, context = problems(inputs, *others, *section, cpus=None)
     assert lora.startswith("model.lora.target_modules: gate: no linear layer of the model's trunk ends with it")
@@ -251,3 +254,5 @@ def test_a_pool_s_environment_is_checked_before_it_is_used(inputs, option):
         pytest.skip("needs an environment without the engines' packages")
     (problem,) = problems(inputs, option)
     assert problem.startswith(UNAVAILABLE[option])
+    if option.startswith("trainer."):
+        preflight(load_config(None, overrides(inputs, inputs / "run", option)), cpus=4, trains=False)

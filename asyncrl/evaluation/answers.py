@@ -62,7 +62,7 @@ def evaluation_config(config: Config, folder: Path) -> Config:
         data=data,
         rollout=replace(config.rollout, replicas=1, shards=1, autoscale=AutoscaleConfig()),
         algorithm=replace(config.algorithm, reference_path=""),
-        trainer=TrainerConfig(),
+        trainer=TrainerConfig(backend=config.trainer.backend),  # which knows the model
         mtp=replace(mtp, enable_train=False, init_from_trunk=mtp.init_from_trunk and mtp.enable_rollout),
         # kv decides how an engine starts, and every engine offers each with wait
         param_sync=ParamSyncConfig(pause="wait", kv=config.param_sync.kv),
@@ -75,7 +75,7 @@ def evaluation_config(config: Config, folder: Path) -> Config:
 async def answer(config: Config, recorder: Recorder) -> Answers:
     """Each held-out prompt with ``validation.samples`` answers to it. Raises ConfigError before anything starts, and
     EvaluationFailed."""
-    found = preflight(config, local_cpus())
+    found = preflight(config, local_cpus(), trains=False)
     _, held_out = await asyncio.to_thread(load_run_prompts, config.data)
     prompts = held_out[: config.validation.max_prompts or None]
     torch.set_num_threads(config.rollout.engine.threads)

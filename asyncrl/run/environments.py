@@ -39,15 +39,16 @@ def interpreter(option: str) -> str:
     return str(Path(option).absolute()) if "/" in option else option
 
 
-def environment_problems(config: Config) -> list[str]:
-    """One line per pool whose environment, on this machine, lacks a required package. Raises UnknownPart."""
+def environment_problems(config: Config, trains: bool = True) -> list[str]:
+    """One line per pool whose environment, on this machine, lacks a required package. ``trains``: the trainer's pool
+    counts. Raises UnknownPart."""
     engine, trainer = config.rollout.engine, config.trainer
     needs = ENGINES.find(engine.name).distributions, BACKENDS.find(trainer.backend).distributions
     pools = [
         _Pool("rollout.engine.python", engine.python, "rollout.engine.name", engine.name, needs[0]),
         _Pool("trainer.python", trainer.python, "trainer.backend", trainer.backend, needs[1]),
     ]
-    return [problem for pool in pools if (problem := _problem(pool))]
+    return [problem for pool in pools[: 1 + trains] if (problem := _problem(pool))]
 
 
 def _problem(pool: _Pool) -> str | None:

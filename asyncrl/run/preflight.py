@@ -63,10 +63,11 @@ class Preflight:
     prompts_fingerprint: str
 
 
-def preflight(config: Config, cpus: int | None) -> Preflight:
+def preflight(config: Config, cpus: int | None, trains: bool = True) -> Preflight:
     """Raises ConfigError with one line per problem, each beginning with an option's key.
 
-    ``cpus``: of the one machine that runs everything; None on a cluster."""
+    ``cpus``: of the one machine that runs everything; None on a cluster. ``trains``: ranks will start, which need their
+    environment."""
     derived = check(config, cpus)
     engine = ENGINES.find(config.rollout.engine.name)
     problems: list[str] = []
@@ -85,7 +86,7 @@ def preflight(config: Config, cpus: int | None) -> Preflight:
     if model:
         problems += backend.model_problems(config, {**model.raw, **(model.raw.get("text_config") or {})})
     if cpus is not None:  # on a cluster, this machine needs neither
-        problems += environment_problems(config)
+        problems += environment_problems(config, trains)
         problems += missing_secrets(config)
     problems += _reference_problems(config, model)
     prompts = RunPrompts([], [])
