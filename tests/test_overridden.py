@@ -23,6 +23,7 @@ def test_only_the_config_differs(checkpoint, tmp_path):
     before = (checkpoint / "config.json").read_text()
     made = overridden(checkpoint, {"max_position_embeddings": 77, "rope_theta": 5e5}, tmp_path / "model")
     assert overridden(checkpoint, {"max_position_embeddings": 78}, tmp_path / "model") == made
+    assert overridden(made, {"max_position_embeddings": 78}, made) == made  # as with the config.yaml of a run
     assert check_checkpoint(made).max_position_embeddings == 78
     assert (checkpoint / "config.json").read_text() == before
     assert read_tensors(made).keys() == read_tensors(checkpoint).keys()
@@ -64,12 +65,17 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 
 @pytest.mark.parametrize(
     "written",
-    [{"rope_theta": 1e6, "rope_scaling": LLAMA3}, {"rope_parameters": {**LLAMA3, "rope_theta": 1e6}}],
-    ids=["transformers-4", "transformers-5"],
+    [
+        {"rope_theta": 1e6, "rope_scaling": LLAMA3},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 1e6}},
+        {"rope_theta": 1e6, "rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ],
+    ids=["transformers-4", "transformers-5", "both"],
 )
 @pytest.mark.parametrize(
     ("overrides", "theta", "factor"),
     [
+        ({}, 1e6, 8.0),
         ({"rope_theta": 5e5}, 5e5, 8.0),
         ({"rope_scaling": LINEAR}, 1e6, 2.0),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 5e5}, 5e5, 4.0),

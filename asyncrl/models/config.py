@@ -53,9 +53,19 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return raw
 
 
-def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
+def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     """``raw`` with its text part, if it has one, merged in."""
     return {**raw, **(raw.get("text_config") or {})}
+
+
+def rope_fields(text: Mapping[str, Any]) -> dict[str, Any]:
+    """What a text part says of its rotary positions: ``rope_type``, ``rope_theta`` and the fields of that type.
+
+    transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling. Of both in one file, transformers and
+    the engines that use it read rope_scaling."""
+    rope = dict(text.get("rope_scaling") or text.get("rope_parameters") or {})
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    return {"rope_theta": text.get("rope_theta", 10000.0), **rope, "rope_type": kind}
 
 
 def _of_family(path: str | Path) -> dict[str, Any]:
@@ -113,7 +123,7 @@ class ModelConfig:
         """Read ``path/config.json``. Raises CheckpointError naming missing or malformed fields and unsupported
         settings."""
         raw, where = read_config(path), str(Path(path) / "config.json")
-        if cls is ModelConfig and not _text(raw).keys() >= _NEEDED:
+        if cls is ModelConfig and not text_part(raw).keys() >= _NEEDED:
             return cls.from_dict(raw, where, _of_family(path))
         return cls.from_dict(raw, where)
 
@@ -121,7 +131,7 @@ class ModelConfig:
     def from_dict(cls, raw: dict[str, Any], where: str = "config", defaults: Mapping[str, Any] | None = None) -> Self:
         """``defaults``: of fields that ``raw`` lacks."""
         try:
-            return cls(**cls._read(raw, {**(defaults or {}), **_text(raw)}, where))
+            return cls(**cls._read(raw, {**(defaults or {}), **text_part(raw)}, where))
         except KeyError as e:
             raise CheckpointError(f"{where}: field {e} is missing") from None
         except CheckpointError:
@@ -209,16 +219,14 @@ class DecoderConfig(ModelConfig):
             raise CheckpointError(f"{where}: use_sliding_window is set; the native decoder has full attention only")
         if (activation := text.get("hidden_act") or "silu") != "silu":
             raise CheckpointError(f"{where}: hidden_act {activation!r} is not supported; the native decoder has silu")
-        # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling
-        rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type not in ("default", "linear", "llama3"):
+        rope = rope_fields(text)
+        if (rope_type := rope["rope_type"]) not in ("default", "linear", "llama3"):
             raise CheckpointError(f"{where}: rope type {rope_type!r} is not supported (default, linear, llama3)")
         return super()._read(raw, text, where) | {
             "intermediate_size": _size(text, "intermediate_size"),
             "rms_norm_eps": float(text.get("rms_norm_eps", 1e-6)),
-            "rope_theta": float(rope.get("rope_theta", text.get("rope_theta", 10000.0))),
-            "rope_scaling": None if rope_type == "default" else {**rope, "rope_type": rope_type},
+            "rope_theta": float(rope["rope_theta"]),
+            "rope_scaling": None if rope_type == "default" else rope,
             "qkv_bias": qkv_bias,
             "o_bias": qkv_bias and architecture in ("Qwen3ForCausalLM", "LlamaForCausalLM"),
             "qk_norm": qk_norm,

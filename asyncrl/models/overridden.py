@@ -30,7 +30,8 @@ def overridden(path: str | Path, overrides: Mapping[str, Any], folder: Path) -> 
     if text.get("rope_parameters") and overrides.keys() & _ROPE:
         _merge_rope(text, overrides)
     folder.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
+    files = () if folder.samefile(source) else source.iterdir()  # a run's config.yaml names the folder made for it
+    for file in files:
         link = folder / file.name
         link.unlink(missing_ok=True)
         if file.name != "config.json":
@@ -41,12 +42,13 @@ def overridden(path: str | Path, overrides: Mapping[str, Any], folder: Path) -> 
 
 def _merge_rope(text: dict[str, Any], overrides: Mapping[str, Any]) -> None:
     """Merge rope_theta and rope_scaling, written by transformers 4, into rope_parameters, written by transformers 5.
-    Readers differ in which of them they prefer when they find both.
+    If an override is neither of them, the one that counts is kept, see `asyncrl.models.config.rope_fields`.
 
     Raises CheckpointError if rope_parameters are those of several layer types: an override could mean any of them."""
-    rope, theta = text["rope_parameters"], text.pop("rope_theta", None)
+    rope, theta, scaled = text["rope_parameters"], text.pop("rope_theta", None), text.pop("rope_scaling", None)
     scaling = overrides.get("rope_scaling") or {"rope_type": "default"}
-    text.pop("rope_scaling", None)
+    if scaled and overrides.keys().isdisjoint(("rope_parameters", "rope_scaling")):
+        rope = scaled
     for key, value in (("rope_parameters", rope), ("rope_scaling", scaling)):
         if not isinstance(value, dict):
             raise CheckpointError(f"model.overrides.{key} is {value!r}, expected a mapping")

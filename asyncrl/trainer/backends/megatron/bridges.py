@@ -8,7 +8,6 @@ trunk. For Qwen3-Next and Qwen3.5 this package has its own bridge (`qwen3_next`)
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.models.checkpoint import is_draft, mtp_layers_named, tensor_shapes, without_draft
-from asyncrl.models.config import CheckpointError
+from asyncrl.models.config import CheckpointError, read_config, rope_fields, text_part
 from asyncrl.models.decoder import rope_inverse_frequencies
 from asyncrl.trainer.backends.megatron import packages
 from asyncrl.trainer.backends.megatron.packages import layer_in_mtp
@@ -104,18 +103,12 @@ def read_source(path: str | Path, mtp_from_trunk: bool = False, needs_draft: boo
 
     Raises CheckpointError if they are missing or damaged, if MTP layers are needed and absent, and if config.json and
     files disagree on their presence."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise CheckpointError(f"{path}: expected a Hugging Face checkpoint folder, found no config.json")
-    try:
-        raw = json.loads(file.read_text())
-    except json.JSONDecodeError as e:
-        raise CheckpointError(f"{file}: not valid JSON ({e})") from None
+    raw = read_config(path)
     shapes = {name: shape for name, shape in tensor_shapes(path).items() if not name.endswith("rotary_emb.inv_freq")}
     makes_draft = mtp_from_trunk and not any(map(is_draft, shapes))
     if makes_draft:
         raw, shapes = _with_draft(raw, shapes)
-    text = {**raw, **(raw.get("text_config") or {})}
+    text = text_part(raw)
     if text.keys().isdisjoint(("num_nextn_predict_layers", "mtp_num_hidden_layers")):
         text["mtp_num_hidden_layers"] = mtp_layers_named(shapes)
     carried = {name: shapes.pop(name) for name in list(shapes) if name.startswith("model.visual.")}
@@ -271,19 +264,16 @@ def _with_draft(
 
 
 def _rope(source: Source) -> tuple[float, dict[str, Any] | None]:
-    """(base, scaling), read from config.json itself: transformers 4 writes rope_theta and rope_scaling, transformers 5
-    rope_parameters. The bridge reads rope_theta of its config object, which transformers 5 lacks, and would default to
-    10000."""
-    rope = dict(source.text.get("rope_parameters") or source.text.get("rope_scaling") or {})
-    base = float(rope.get("rope_theta", source.text.get("rope_theta", 10000.0)))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    return base, None if kind == "default" else {**rope, "rope_type": kind}
+    """(base, scaling), read from config.json itself: the bridge reads rope_theta of its config object, which
+    transformers 5 lacks, and would default to 10000."""
+    rope = rope_fields(source.text)
+    return float(rope["rope_theta"]), None if rope["rope_type"] == "default" else rope
 
 
 def _rotated(source: Source) -> float:
     """Fraction of a head that is rotated; a quarter by default for Qwen3-Next and Qwen3.5."""
     unsaid = 0.25 if source.architecture in ARCHITECTURES else 1.0
-    rope = source.text.get("rope_parameters") or {}
+    rope = rope_fields(source.text)
     return float(rope.get("partial_rotary_factor", source.text.get("partial_rotary_factor", unsaid)))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.models.checkpoint import check_checkpoint
-from asyncrl.models.config import CheckpointError, DecoderConfig, ModelConfig
+from asyncrl.models.config import CheckpointError, DecoderConfig, ModelConfig, rope_fields
 
 
 def implementation(config: Config, path: str) -> str:
@@ -66,8 +66,8 @@ def problems(config: Config, text: Mapping[str, Any]) -> Iterator[str]:
 def _rope_problems(config: Config, text: Mapping[str, Any]) -> Iterator[str]:
     """Rotary tables that depend on the length of the longest sequence of a micro-batch, or of an engine's context: the
     same tokens would have other logprobs beside other sequences."""
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    kind = rope.get("rope_type") or rope.get("type")
+    rope = rope_fields(text)
+    kind = rope["rope_type"]
     short = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
     if kind == "dynamic":
         short = text.get("max_position_embeddings")
