@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import AlgorithmConfig, Config, OptimizerConfig, RolloutConfig
-from asyncrl.trainer.backends.base import TrainBatch
+from asyncrl.trainer.backends.base import TRAINED, TrainBatch
 from asyncrl.trainer.backends.schedule import learning_rate
 from asyncrl.trainer.backends.torch.prompts import blocks_of
 from asyncrl.trainer.batches import (
@@ -325,15 +325,18 @@ def test_batch_metrics_describe_the_distribution_of_rewards_lengths_and_versions
     assert 11 < metrics["response_length/p99"] < 100
 
 
-def test_extremes_are_reduced_over_optimizer_steps():
-    figures = {"ppo_ratio_max": [1.0, 3.0], "ppo_ratio_min_negated": [-1.0, -0.25], "kl_proximal": [0.0, 0.5]}
-    assert step_metrics(figures | {"ratio_max": [2.0, 1.5], "ratio_min_negated": [-0.5, -0.75], "lr": [1, 2]}) == {
+def test_extremes_are_reduced_over_optimizer_steps_and_means_are_over_all_of_their_tokens():
+    one = {"ppo_ratio_max": 1.0, "ppo_ratio_min_negated": -1.0, "ratio_max": 2.0, "ratio_min_negated": -0.5, "lr": 1}
+    two = {"ppo_ratio_max": 3.0, "ppo_ratio_min_negated": -0.25, "ratio_max": 1.5, "ratio_min_negated": -0.75, "lr": 2}
+    means = {"kl_proximal": 0.5, "mtp/loss_1": 0.5}, {"kl_proximal": 0.0, "mtp/loss_1": 1.0}
+    assert step_metrics([one | means[0] | {TRAINED: 1.0}, two | means[1] | {TRAINED: 3.0}]) == {
         "actor/ppo_ratio_max": 3.0,
         "actor/ppo_ratio_min": 0.25,
-        "actor/kl_proximal": 0.25,
+        "actor/kl_proximal": 0.125,
         "actor/ratio_max": 2.0,
         "actor/ratio_min": 0.5,
         "actor/lr": 2,
+        "mtp/loss_1": 0.75,
     }
 
 

@@ -323,7 +323,11 @@ def test_a_restored_run_continues_with_its_entropy_coefficient(checkpoint, start
     assert rank.train(2, make_groups(seed=2)) == straight
     rank = start_rank(make_config(checkpoint, entropy_coef=0.02))  # a resumed run may change its options
     rank.load(tmp_path / "state")
+    rank.save(tmp_path / "without_target")
     assert rank.train(2, make_groups(seed=2))["actor/entropy_coef"] == 0.02
+    rank = start_rank(make_config(checkpoint, entropy_target=10.0, entropy_coef=0.05))
+    rank.load(tmp_path / "without_target")
+    assert rank.train(2, make_groups(seed=2))["actor/entropy_coef"] == 0.05
 
 
 def run_two_steps_more(_, config, folder):

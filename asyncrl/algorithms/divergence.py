@@ -110,12 +110,13 @@ class EntropyControl:
 
     @property
     def state(self) -> list[float]:
-        """For a checkpoint: level and coefficient."""
-        return [self.level, self.coefficient]
+        """For a checkpoint: level and coefficient; a level of −1 without a target, which has none."""
+        return [self.level, self.coefficient] if self.options.entropy_target else [-1.0, self.coefficient]
 
     def restore(self, state: list[float]) -> None:
-        """Continue from a checkpoint's `state`; without a target the option counts, which a resumed run may change."""
-        if self.options.entropy_target:
+        """Continue from a checkpoint's `state`; if it or this run has no target, the options count, which a resumed run
+        may change."""
+        if self.options.entropy_target and state[0] >= 0:
             self.level, self.coefficient = state
 
 

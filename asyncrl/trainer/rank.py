@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.measured import TRAINER
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest
-from asyncrl.trainer.backends.base import BACKENDS, Backend, NonFiniteError, TrainBatch
+from asyncrl.trainer.backends.base import BACKENDS, TRAINED, Backend, NonFiniteError, TrainBatch
 from asyncrl.trainer.batches import (
     build_batch,
     cut_mini_batches,
@@ -65,7 +64,7 @@ class TrainerRank:
         spec = BACKENDS.find(config.trainer.backend)
         backend = spec.make(config, rank, world_size, init_method, recorder)
         self._backend = BACKENDS.checked(backend, Backend, config.trainer.backend)
-        self._backend.kept[:] = torch.tensor(self._objective.entropy.state, dtype=torch.float64)
+        self._keep_entropy()
         #: what a train step adds to the position of the weights in versions
         self._versions_per_step = 1 / config.async_training.trigger_parameter_sync_step
         #: of the last batch, in its first optimizer step; equal on all ranks
@@ -135,13 +134,12 @@ class TrainerRank:
     def _take_step(self, step: int, total: GradientSum) -> dict[str, float]:
         with self._recorder.span("trainer/batch"):
             metrics = batch_metrics(TrainBatch.joined(total.batches))
-        figures: dict[str, list[float]] = defaultdict(list)
+        steps: list[dict[str, float]] = []
         self.sampler_kl = []
         if total.denominator:
-            result = self._optimizer_step(step, 0, 0, total.denominator / total.share)
-            self.sampler_kl = take_sampler_kl(result, total.sampled_by)
-            _append(figures, result)
-        return metrics | self._step_metrics(figures)
+            steps.append(self._optimizer_step(step, 0, 0, total.denominator / total.share))
+            self.sampler_kl = take_sampler_kl(steps[0], total.sampled_by)
+        return metrics | self._step_metrics(steps)
 
     def _train_whole(self, step: int, groups: list[Group], mask_before: int | None, version: float) -> dict[str, float]:
         with self._recorder.span("trainer/batch"):
@@ -204,19 +202,18 @@ class TrainerRank:
     def _optimize(
         self, step: int, mini_batches: list[tuple[list[TrainBatch], float]], sampled_by: Sequence[Sampler]
     ) -> dict[str, float]:
-        figures: dict[str, list[float]] = defaultdict(list)
+        steps: list[dict[str, float]] = []
         self.sampler_kl = []
         for epoch in range(self._config.algorithm.epochs):
             for k, (parts, denominator) in enumerate(mini_batches):
-                first = not figures
+                first = not steps
                 loss = with_sampler_kl(self._objective.loss, len(sampled_by)) if first else self._objective.loss
                 for p, part in enumerate(parts):
                     self._backend.accumulate(part, loss, denominator, self._config.rollout.temperature, p == 0)
-                result = self._optimizer_step(step, epoch, k)
+                steps.append(self._optimizer_step(step, epoch, k))
                 if first:
-                    self.sampler_kl = take_sampler_kl(result, [sampled_by])
-                _append(figures, result)
-        return self._step_metrics(figures)
+                    self.sampler_kl = take_sampler_kl(steps[0], [sampled_by])
+        return self._step_metrics(steps)
 
     def _optimizer_step(self, step: int, epoch: int, mini_batch: int, scale: float = 1.0) -> dict[str, float]:
         try:
@@ -226,14 +223,18 @@ class TrainerRank:
         effective_sample_size(result)
         return result
 
-    def _step_metrics(self, figures: dict[str, list[float]]) -> dict[str, float]:
-        metrics = {"trainer/optimizer_steps": float(len(figures["loss"])), **step_metrics(figures)}
+    def _step_metrics(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        metrics = {"trainer/optimizer_steps": float(len(steps)), **step_metrics(steps)}
         control = self._objective.entropy
-        if figures["loss"] and control.used:
+        if steps and control.used:
             metrics["actor/entropy_coef"] = control.coefficient
             control.observe(metrics["actor/entropy"])
-            self._backend.kept[:] = torch.tensor(control.state, dtype=torch.float64)
+            self._keep_entropy()
         return metrics
+
+    def _keep_entropy(self) -> None:
+        """Have the coefficient of the entropy saved with the weights."""
+        self._backend.kept[:] = torch.tensor(self._objective.entropy.state, dtype=torch.float64)
 
     # -- weights and state -----------------------------------------------------------------------------------------
 
@@ -260,17 +261,13 @@ class TrainerRank:
     def load(self, path: str | Path) -> None:
         self._backend.load(Path(path))
         self._objective.entropy.restore(self._backend.kept.tolist())
+        self._keep_entropy()
 
     def export_hf(self, path: str | Path) -> None:
         self._backend.export_hf(Path(path))
 
     def close(self) -> None:
         self._backend.close()
-
-
-def _append(figures: dict[str, list[float]], result: Mapping[str, float]) -> None:
-    for name, value in result.items():
-        figures[name].append(value)
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
@@ -307,17 +304,21 @@ def quantiles(name: str, values: np.ndarray, percents: Sequence[int]) -> dict[st
     return {f"{name}/p{p}": float(q) for p, q in zip(percents, np.percentile(values, percents), strict=True)}
 
 
-def step_metrics(figures: dict[str, list[float]]) -> dict[str, float]:
-    """Metrics of several optimizer steps as ``actor/...``, or unchanged if named ``mtp/...``: means, except for
-    extremes and the last ``lr``."""
+def step_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several optimizer steps as ``actor/...``: means over the trained tokens of all, except for extremes
+    and the last ``lr``; or unchanged if named ``mtp/...``: means over the steps that have them."""
     metrics: dict[str, float] = {}
-    for name, values in figures.items():
+    for name in dict.fromkeys(name for step in steps for name in step if name != TRAINED):
+        having = [step for step in steps if name in step]
+        values, tokens = np.array([(step[name], step[TRAINED]) for step in having]).T
         if name.endswith("ratio_min_negated"):
-            metrics[f"actor/{name.removesuffix('_negated')}"] = -max(values)
+            metrics[f"actor/{name.removesuffix('_negated')}"] = float(-values.max())
         elif name.endswith("ratio_max"):
-            metrics[f"actor/{name}"] = max(values)
+            metrics[f"actor/{name}"] = float(values.max())
         elif name == "lr":
-            metrics["actor/lr"] = values[-1]
-        elif values:
-            metrics[name if name.startswith("mtp/") else f"actor/{name}"] = float(np.mean(values))
+            metrics["actor/lr"] = float(values[-1])
+        elif name.startswith("mtp/"):
+            metrics[name] = float(values.mean())
+        else:
+            metrics[f"actor/{name}"] = float(values @ (tokens / tokens.sum()))
     return metrics

@@ -110,6 +110,9 @@ class LossOutput:
     extremes: dict[str, Tensor] = field(default_factory=dict)
 
 
+#: metric of an optimizer step: the number of tokens over which its means are
+TRAINED = "trained_tokens"
+
 #: of a model, float32 [R] by name: a language model's are ``logprobs`` and ``entropy``
 Outputs = Mapping[str, Tensor]
 #: (outputs of the policy, micro-batch) → LossOutput
@@ -176,8 +179,8 @@ class Backend(Protocol):
 
     def optimizer_step(self, scale: float = 1.0) -> Mapping[str, float]:
         """One optimizer step with ``scale`` times the accumulated gradient. Returns global metrics of what was
-        accumulated: means, counts, extremes, ``loss``, ``grad_norm``, ``lr``. Raises NonFiniteError, without a step,
-        if loss or gradient norm is not finite."""
+        accumulated: means, `TRAINED`, counts, extremes, ``loss``, ``grad_norm``, ``lr``. Raises NonFiniteError, without
+        a step, if loss or gradient norm is not finite."""
         ...
 
     def stage(self) -> None:

@@ -20,7 +20,14 @@ from asyncrl.config.schema import Config, OptimizerConfig
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.processes.device_memory import naming_memory
-from asyncrl.trainer.backends.base import LossFunction, NonFiniteError, Outputs, TrainBatch, computes_in_bfloat16
+from asyncrl.trainer.backends.base import (
+    TRAINED,
+    LossFunction,
+    NonFiniteError,
+    Outputs,
+    TrainBatch,
+    computes_in_bfloat16,
+)
 from asyncrl.trainer.backends.draft import DraftTraining
 from asyncrl.trainer.backends.export import Export
 from asyncrl.trainer.backends.packing import PADDING, MicroBatch
@@ -28,8 +35,6 @@ from asyncrl.trainer.backends.scalars import add_scalars, reduce_scalars
 from asyncrl.trainer.backends.schedule import learning_rate
 from asyncrl.trainer.backends.state import StagedState, load_state, saved_names
 from asyncrl.trainer.batches import cut_micro_batches
-
-_TRAINED = "trained"  # among the totals: the number of tokens over which the others are means
 
 
 @dataclass
@@ -66,7 +71,7 @@ class GradientPass:
         output = self.loss(outputs, batch)
         count = int(np.count_nonzero(batch.columns["weights"]))
         trained = output.loss.new_full((), count, dtype=torch.float64)
-        add_scalars(self.sums, {"loss": output.loss.detach(), _TRAINED: trained, **output.sums})
+        add_scalars(self.sums, {"loss": output.loss.detach(), TRAINED: trained, **output.sums})
         add_scalars(self.counts, output.counts)
         for name, value in output.extremes.items():
             self.extremes[name] = torch.maximum(self.extremes[name], value) if name in self.extremes else value
@@ -74,9 +79,9 @@ class GradientPass:
 
     def means(self, totals: Mapping[str, float], scale: float) -> dict[str, float]:
         """Metrics, given the totals of ``sums`` and ``counts`` over all ranks."""
-        trained = totals.get(_TRAINED, 0.0) or 1.0
-        over = {**dict.fromkeys(self.sums, trained), "loss": self.denominator / scale}
-        return {name: total / over.get(name, 1.0) for name, total in totals.items() if name != _TRAINED}
+        trained = totals.get(TRAINED, 0.0) or 1.0
+        over = {**dict.fromkeys(self.sums, trained), "loss": self.denominator / scale, TRAINED: 1.0}
+        return {name: total / over.get(name, 1.0) for name, total in totals.items()}
 
 
 @dataclass(frozen=True)
