@@ -45,7 +45,9 @@ def test_overrides_reach_nested_options():
 
 
 def test_yaml_written_out_reads_back_equal(tmp_path):
-    config = load_config(None, [*REQUIRED, "name=again", "rollout.stop_strings=[a,b]"])
+    command = r"rollout.agent.command=[sh, -c, 'cd \${HOME} && C:\\\${x}']"
+    config = load_config(None, [*REQUIRED, "name=again", "rollout.stop_strings=[a,b]", command])
+    assert config.rollout.agent.command[2] == r"cd ${HOME} && C:\${x}"
     (tmp_path / "c.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "c.yaml") == config
 
@@ -188,6 +190,9 @@ def test_missing_values_and_files_are_reported(tmp_path):
         load_config(tmp_path / "absent.yaml")
     (tmp_path / "bad.yaml").write_text("a: [1,\n")
     with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(tmp_path / "bad.yaml")
+    (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not valid YAML: 'utf-8' codec"):
         load_config(tmp_path / "bad.yaml")
 
 

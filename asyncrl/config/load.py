@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import functools
 import itertools
-import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,12 +23,10 @@ from pydantic_core import ErrorDetails
 from asyncrl.config.fields import expected, type_name
 from asyncrl.config.options import known_keys, options
 from asyncrl.config.schema import Config
-from asyncrl.config.secrets import misplaced_secrets, secrets_stay_names
+from asyncrl.config.secrets import escaped, misplaced_secrets, secrets_stay_names
 from asyncrl.config.section import OptionProblems
 
 Tree = Mapping[str, Any]
-
-_INTERPOLATION = re.compile(r"(\\*)\$\{(?!secret:)")
 
 
 class ConfigError(ValueError):
@@ -129,16 +126,7 @@ def _shape_of(kind: Any) -> type | None:
 
 def to_yaml(config: Config) -> str:
     """The whole tree as YAML, defaults included; `load_config` reads it back to an equal Config."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(dataclasses.asdict(config))))
-
-
-def _escaped(value: Any) -> Any:
-    """Texts with a dollar and a brace so that they are no interpolations, but for names of secrets."""
-    if isinstance(value, str):
-        return _INTERPOLATION.sub(lambda found: 2 * found[1] + "\\${", value)
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    return [_escaped(item) for item in value] if isinstance(value, list) else value
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(dataclasses.asdict(config))))
 
 
 def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, Tree]]:
@@ -151,9 +139,9 @@ def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, Tre
     try:
         # OmegaConf's loader reads 1e-6 as a number; plain YAML reads it as a string
         tree: Any = OmegaConf.to_container(OmegaConf.create(path.read_text()))
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError([f"{path}: cannot be read ({e})"]) from None
-    except (yaml.YAMLError, OmegaConfBaseException) as e:
+    except OSError as e:
+        raise ConfigError([f"{path}: cannot be read ({e.strerror})"]) from None
+    except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as e:
         raise ConfigError([f"{path}: not valid YAML: {' '.join(str(e).split())}"]) from None
     if not isinstance(tree, dict):
         raise ConfigError([f"{path}: expected a mapping of options at the top, found {type(tree).__name__}"])

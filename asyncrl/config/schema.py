@@ -475,7 +475,7 @@ class ValidationConfig(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0  # 0: off
     max_prompts: NonNegativeInt = 0  # 0: all
     # a sync waits this long for a running validation, so that one version gives all its answers; later ones come from
-    # the versions that follow. inf: as long as it takes
+    # the versions that follow
     hold_s: NonNegativeFloat = 60.0
 
 

@@ -27,6 +27,8 @@ _WHERE = f"values inside {', '.join(HOLDERS[:-1])} and {HOLDERS[-1]}"
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(rf"\$\{{secret:({_NAME.pattern})\}}")
+#: what OmegaConf would resolve, with the backslashes before it; names of secrets stay
+_RESOLVED = re.compile(rf"(\\*)\$\{{(?!secret:{_NAME.pattern}\}})")
 #: names of variables that hold credentials; not MAX_TOKENS, TOKENIZER or MONKEY
 _CREDENTIAL = re.compile(
     r"(?<![a-z])(?:api|access|private)?keys?(?![a-z])|token(?![a-z])|secret|passw(?:or)?d|passphrase|credential",
@@ -61,6 +63,15 @@ def redacted(text: str, hidden: Mapping[str, str]) -> str:
     for value in sorted(hidden, key=len, reverse=True):
         text = text.replace(value, hidden[value])
     return text
+
+
+def escaped(tree: Any) -> Any:
+    """A tree that OmegaConf resolves to ``tree``, in which nothing but names of secrets is to be resolved."""
+    if isinstance(tree, str):
+        return _RESOLVED.sub(lambda match: f"{match[1] * 2}\\${{", tree)
+    if isinstance(tree, Mapping):
+        return {key: escaped(value) for key, value in tree.items()}
+    return [escaped(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def missing_secrets(config: Config) -> Iterator[str]:
