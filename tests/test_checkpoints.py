@@ -230,6 +230,11 @@ def cut_short(path):
     path.write_bytes(path.read_bytes()[:-2])
 
 
+def on_a_bad_disk(path):
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # each read of it is an I/O error
+
+
 def flip_a_bit(path):
     data = bytearray(path.read_bytes())
     data[3] ^= 1
@@ -242,12 +247,14 @@ def flip_a_bit(path):
         ("state/shard", cut_short, r"state/shard is damaged: expected 7 bytes .* found 5 bytes"),
         ("state/shard", flip_a_bit, r"state/shard is damaged: expected .*xxh3_64 \w{16}, found .*xxh3_64 \w{16}"),
         ("state/shard", os.unlink, r"state/shard is missing, expected 7 bytes"),
+        ("state/shard", on_a_bad_disk, r"state/shard cannot be read \(Input/output error\)"),
         (
             "metadata.json",
             lambda path: path.write_text(path.read_text().replace("48", "49")),
             r"metadata.json is damaged",
         ),
         ("metadata.json", cut_short, r"metadata.json is damaged"),
+        ("metadata.json", on_a_bad_disk, r"metadata.json is damaged \(OSError: .*Input/output error"),
         ("metadata.json", lambda path: path.write_text('{"step": 6}'), r"metadata.json is damaged.*TypeError"),
         ("metadata.json", os.unlink, r"no whole checkpoint there \(metadata.json is missing\)"),
         ("checksums.json", cut_short, r"checksums.json is damaged"),

@@ -214,7 +214,11 @@ class CheckpointStore:
             file = path / name
             if not file.is_file():
                 raise CheckpointError(f"{file} is missing, expected {expected}; {self._others(path)}")
-            if (found := _measured(file)) != expected:
+            try:
+                found = _measured(file)
+            except OSError as e:
+                raise CheckpointError(f"{file} cannot be read ({e.strerror}); {self._others(path)}") from None
+            if found != expected:
                 raise CheckpointError(f"{file} is damaged: expected {expected}, found {found}; {self._others(path)}")
         return Checkpoint(path, metadata, _rating(path))
 
@@ -307,12 +311,13 @@ def _write_rating(checkpoint: Path, rating: dict[str, float]) -> None:
 
 
 def _read_json(path: Path, read: Callable[[Any], T]) -> T | None:
-    """Parse a JSON file with ``read``; None if it does not exist. Raises CheckpointError if it is damaged."""
+    """Parse a JSON file with ``read``; None if it does not exist. Raises CheckpointError if it is damaged, or cannot be
+    read."""
     try:
         return read(json.loads(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         why = f"{type(e).__name__}: {e}"
         raise CheckpointError(f"{path} is damaged ({why}); restore it from a copy or delete its folder") from None
 
