@@ -765,7 +765,9 @@ def module_by_module(tensors, order=("weight", "bias", "A", "B")):
     "order", [("weight", "bias", "A", "B"), ("B", "A", "weight", "bias"), ("A", "weight", "B", "bias")]
 )
 def test_a_merged_export_has_full_weights_under_the_merged_manifest(order):
-    tensors = module_by_module(payload(1, True), order)
+    """Of modules with a pair; an expert whose name ends like a target has none."""
+    expert = {"model.layers.0.experts.3.up_proj.weight": torch.randn(20, 30)}
+    tensors = expert | module_by_module(payload(1, True), order)
     merging = MergingExport(manifest_of(tensors))
     merged = {name: tensor.clone() for name, tensor in merging(iter(tensors.items()))}
     assert merging.merged.adapter is None

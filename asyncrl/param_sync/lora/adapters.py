@@ -39,6 +39,11 @@ def adapter_shapes(module: str, weight: tuple[int, int], r: int, embedding: bool
     return {f"{_PREFIX}{module}.lora_A.weight": (r, columns), f"{_PREFIX}{module}.lora_B.weight": (rows, r)}
 
 
+def module_of(name: str) -> str:
+    """Path of the module that an adapter's tensor adapts."""
+    return name.removeprefix(_PREFIX).partition(".lora_")[0]
+
+
 def target_pairs(manifest: Manifest, modules: ModuleShapes) -> dict[str, dict[str, tuple[int, int]]]:
     """Names and shapes of the pair of each module that the manifest's adapter targets, by module. A pair is an
     embedding's if the manifest names one for this module."""

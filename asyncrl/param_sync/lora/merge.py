@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.lora.adapters import check_adapter, target_pairs
+from asyncrl.param_sync.lora.adapters import check_adapter, module_of, target_pairs
 from asyncrl.param_sync.manifest import Manifest, ManifestError, is_adapter
 
 
@@ -35,9 +35,12 @@ class MergingExport:
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        weights = [t for t in manifest.sent() if t.role == "target" and not is_adapter(t.name) and len(t.shape) == 2]
+        # not all whose names end like a target: experts and vision towers have no pairs
+        adapted = {module_of(t.name) for t in manifest.sent() if is_adapter(t.name)}
         modules = {
-            t.name.removesuffix(".weight"): (t.shape[0], t.shape[1]) for t in weights if t.name.endswith(".weight")
+            module: (t.shape[0], t.shape[1])
+            for t in manifest.sent()
+            if (module := t.name.removesuffix(".weight")) in adapted and t.role == "target" and len(t.shape) == 2
         }
         check_adapter(manifest, modules, "the base")
         assert manifest.adapter is not None
