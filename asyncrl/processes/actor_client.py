@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,6 +18,8 @@ from asyncrl.observability.telemetry.log import LogConfig, configure_logging
 from asyncrl.processes.identity import Process
 
 REPEAT_S = 1.0  # before a call is made again whose data was lost
+
+log = logging.getLogger(__name__)
 
 
 def start_ray(**options: Any) -> None:
@@ -114,7 +117,8 @@ class RestartableClient(ActorClient):
                 if once.handle is not None:
                     try:
                         return await getattr(once, name)(*args, **kwargs)
-                    except DataLost:
+                    except DataLost as lost:
+                        log.warning("%s; the call is made again", lost)
                         await asyncio.sleep(REPEAT_S)
                         continue
                     except ActorDied as died:
