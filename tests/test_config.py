@@ -66,7 +66,7 @@ def test_an_empty_mapping_clears_what_lower_layers_give(tmp_path):
     assert (config.model.overrides, config.reward.args, config.rollout) == ({}, {"b": 2}, RolloutConfig())
 
 
-@pytest.mark.parametrize("text", ["${x}", "a ${x} b", r"\${x}", r"c:\d\\${x}", "$x{", "${secret:KEY} of ${x}", "${", "\\"])
+@pytest.mark.parametrize("text", ["${x}", "a ${x} b", r"\${x}", r"c:\d\\${x}", "$x{", "${secret:KEY} of ${x}", "\\"])
 def test_texts_with_dollars_and_braces_are_written_so_that_they_are_read_again(tmp_path, text):
     config = load_config(None, REQUIRED)
     config = replace(config, reward=replace(config.reward, args={"a": text, "b": [{"c": text}]}))

@@ -181,4 +181,3 @@ def test_a_run_that_died_before_it_had_begun_leaves_its_folder_to_the_next_one(t
     folder = RunFolder.open(config, "auto", found)
     assert (folder.path, folder.epoch.number) == (tmp_path / "run", 2)
     assert RunFolder.create(config).path == tmp_path / "run-2"
-

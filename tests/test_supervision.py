@@ -517,9 +517,10 @@ async def test_a_rank_whose_call_does_not_end_counts_as_dead():
     async def hangs(*args):
         await asyncio.Event().wait()
 
-    ranks = RankGroup([SimpleNamespace(name="trainer/0", train=train), SimpleNamespace(name="trainer/1", train=hangs)], 0.02)
-    with pytest.raises(ActorBroken, match=r"^trainer/1 is broken: a call has not ended for 0.02 s \(supervision.train_s\)$") as e:
-        await ranks.train(1, [], None, 0.0)
+    ranks = [SimpleNamespace(name="trainer/0", train=train), SimpleNamespace(name="trainer/1", train=hangs)]
+    broken = r"^trainer/1 is broken: a call has not ended for 0\.02 s \(supervision\.train_s\)$"
+    with pytest.raises(ActorBroken, match=broken) as e:
+        await RankGroup(ranks, 0.02).train(1, [], None, 0.0)
     assert await RestartableRanks(World(), supervisor(World())).lost(e.value) == str(e.value)
 
 

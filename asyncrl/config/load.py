@@ -54,11 +54,11 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             OmegaConf.resolve(merged)
     except OmegaConfBaseException as e:
         raise ConfigError([f"{e.full_key or 'config'}: {_first_line(e)}"]) from None
-    missing = {*map(str, OmegaConf.missing_keys(merged)), *_left_open(layers)}
+    values = typing.cast(Tree, OmegaConf.to_container(merged))
+    missing = {*(key for key, value in _leaves(values) if value == "???"), *_left_open(layers)}
     problems += [
         f"{key}: must be given, has no default (expected {type_name(known_keys().get(key))})" for key in sorted(missing)
     ]
-    values = typing.cast(Tree, OmegaConf.to_container(merged))
     if misplaced := list(misplaced_secrets(values)):
         raise ConfigError([*problems, *misplaced])
     try:

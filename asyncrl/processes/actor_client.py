@@ -59,8 +59,8 @@ class SupervisedActor:
 class ActorClient:
     """``await ActorClient(handle, name).method(args)``.
 
-    Raises an exception of the actor unchanged (see `remote_exception`), `ActorDied` when its process dies, `DataLost` when
-    data of the call is lost, and `ActorStartFailed` for an exception of its constructor."""
+    Raises an exception of the actor unchanged (see `remote_exception`), `ActorDied` when its process dies, `DataLost`
+    when data of the call is lost, and `ActorStartFailed` for an exception of its constructor."""
 
     def __init__(self, handle: Any, name: str) -> None:
         self.handle, self.name = handle, name
@@ -93,9 +93,9 @@ class ActorClient:
 
 class RestartableClient(ActorClient):
     """Client of an actor that may be restarted, for calls that are safe to repeat: a call that the actor's death
-    interrupts is repeated on its successor, set by `replace`, and one whose data is lost on the same actor; a call before
-    the first start (``handle`` None) waits for it. ``client.once.method()`` raises instead. ``once``: creates the client
-    of one process."""
+    interrupts is repeated on its successor, set by `replace`, and one whose data is lost on the same actor; a call
+    before the first start (``handle`` None) waits for it. ``client.once.method()`` raises instead. ``once``: creates
+    the client of one process."""
 
     def __init__(self, handle: Any, name: str, once: Callable[[Any, str], ActorClient] = ActorClient) -> None:
         super().__init__(handle, name)
@@ -158,7 +158,8 @@ class Preempted(ActorDied):
 
 
 class DataLost(RuntimeError):
-    """A large argument or answer of a call to actor ``name`` is lost with the machine that had it. The actor may live."""
+    """A large argument or answer of a call to actor ``name`` is lost, with the machine that had it. The actor may be
+    alive."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

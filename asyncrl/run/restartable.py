@@ -82,8 +82,8 @@ class RestartableRanks:
 
     async def lost(self, error: BaseException) -> str | None:
         """Why a rank is dead; None if all live. Waits up to `DEATH_NOTICE_S`: a rank may fail with ``error`` because
-        another one died, before that death is reported. A rank that failed a sync counts as dead, and so do all when data
-        is lost that they got or gave."""
+        another one died, before that death is reported. A rank that failed a sync counts as dead, and so does one whose
+        data is lost."""
         if (died := rank_death(error)) is not None:
             return str(died)
         if isinstance(error, DataLost):
