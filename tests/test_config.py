@@ -74,12 +74,6 @@ def test_texts_with_dollars_and_braces_are_written_so_that_they_are_read_again(t
     assert load_config(tmp_path / "c.yaml") == config
 
 
-def test_a_config_file_that_is_no_text_is_refused_in_a_line(tmp_path):
-    (tmp_path / "c.yaml").write_bytes(b"name: \xff\n")
-    with pytest.raises(ConfigError, match=r"c\.yaml: cannot be read \(.*utf-8.*\)$"):
-        load_config(tmp_path / "c.yaml")
-
-
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -191,8 +185,8 @@ def test_missing_values_and_files_are_reported(tmp_path):
     (tmp_path / "bad.yaml").write_text("a: [1,\n")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_config(tmp_path / "bad.yaml")
-    (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="not valid YAML: 'utf-8' codec"):
+    (tmp_path / "bad.yaml").write_bytes(b"a: \xff")
+    with pytest.raises(ConfigError, match=r"bad.yaml: expected text in UTF-8, found byte 3 that is none \(.*\)$"):
         load_config(tmp_path / "bad.yaml")
 
 

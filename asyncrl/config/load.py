@@ -141,7 +141,9 @@ def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, Tre
         tree: Any = OmegaConf.to_container(OmegaConf.create(path.read_text()))
     except OSError as e:
         raise ConfigError([f"{path}: cannot be read ({e.strerror})"]) from None
-    except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as e:
+    except UnicodeDecodeError as e:
+        raise ConfigError([f"{path}: expected text in UTF-8, found byte {e.start} that is none ({e.reason})"]) from None
+    except (yaml.YAMLError, OmegaConfBaseException) as e:
         raise ConfigError([f"{path}: not valid YAML: {' '.join(str(e).split())}"]) from None
     if not isinstance(tree, dict):
         raise ConfigError([f"{path}: expected a mapping of options at the top, found {type(tree).__name__}"])
