@@ -412,6 +412,33 @@ async def test_a_replica_may_be_replaced_before_its_death_is_noticed(two):
     assert router.lost == {}
 
 
+@pytest.mark.parametrize("end", [Death("killed"), ValueError("index out of range")])
+async def test_an_end_at_the_moment_of_the_replacement_is_not_that_of_the_successor(two, end):
+    router, a, _, _ = two
+    await settle()
+    a.die(end)
+    router.replace("a", restarted := ScriptedReplica())
+    await router.set_routable(["a"])
+    await settle()
+    assert (router.lost, router.unfit(None)) == ({}, {})
+    task = asyncio.create_task(complete(router, request("g/0")))
+    await settle()
+    restarted.emit("g/0#0", [12], FinishReason.STOP)
+    assert (await task).tokens.tolist() == [12]
+
+
+async def test_a_replica_that_leaves_does_not_take_its_successor_along(two):
+    router, _, _, _ = two
+    task = asyncio.create_task(complete(router, request("g/0")))
+    await settle()
+    retiring = asyncio.create_task(router.retire("a"))
+    await settle()
+    router.replace("a", ScriptedReplica())
+    await retiring
+    assert set(router.outstanding_tokens) == {"a", "b"}
+    task.cancel()
+
+
 async def test_a_replica_that_dies_during_attach_is_lost(two):
     router, _, _, running = two
 

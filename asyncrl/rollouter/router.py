@@ -282,8 +282,9 @@ class Router:
             self._migrate(active, abort=False)
         if replica.task is not None:
             replica.task.cancel()
-        for table in (self._replicas, self._broken):
-            table.pop(name, None)
+        if self._replicas.get(name) is replica:  # else it was replaced meanwhile
+            for table in (self._replicas, self._broken):
+                table.pop(name, None)
 
     def unfit(self, silent_s: float | None) -> dict[str, str]:
         """Replicas that must be restarted though their process lives, and why: the engine raised, or with work it sent
@@ -436,6 +437,8 @@ class Router:
                 tasks.create_task(self._send(replica))
                 tasks.create_task(self._receive(replica))
         except ExceptionGroup as errors:
+            if self._replicas.get(replica.name) is not replica:  # its successor is not lost with it
+                return
             deaths, _ = errors.split(self._is_death)
             error = (deaths or errors).exceptions[0]
             if deaths is None:
