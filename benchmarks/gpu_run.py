@@ -301,7 +301,7 @@ class RolloutPool:
         max_prompt_tokens = config.rollout.engine.max_context_tokens - config.rollout.max_response_tokens
         self._answering = Answering(config, max_prompt_tokens, {}, is_death, None, self._recorder)
         self.router = self._answering.router
-        self._validation = Validation(config, self._answering.maker, self._recorder)
+        self._validation = Validation(config, derived.slots, self._answering.maker, self._recorder)
         self._loop: RolloutLoop | None = None
         self._may_start = asyncio.Event()
 

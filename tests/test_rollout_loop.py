@@ -434,12 +434,13 @@ async def test_groups_of_equal_rewards_are_counted_even_if_kept(inputs):
         assert counters["rollout/zero_variance_groups"] == counters["rollout/groups"] >= 2
 
 
-async def test_a_failed_sample_leaves_its_group_smaller_and_is_counted(inputs):
+async def test_a_failed_sample_leaves_its_group_smaller_and_is_counted(inputs, caplog):
     judge = lambda prompt, i: broken("reward_timeout") if i == 1 else fine(float(i))
     async with System(inputs, judge) as system:
         (group, _) = await system.groups(2)
         assert group.sample_index.tolist() == [0, 2, 3]
         assert system.recorder.drain().counters["rollout/failed_samples/reward_timeout"] >= 1
+    assert caplog.text.count("a reward failed (reward_timeout): why; further ones are counted") == 1
 
 
 async def test_a_failed_reward_can_be_replaced_by_a_value(inputs):
@@ -520,6 +521,26 @@ async def test_validation_answers_every_prompt_and_reports_means(inputs):
         ours = [call for call in system.rewards.calls if len(call) == 2]  # training groups have four samples
         assert sorted(ours) == sorted([p.uid] * 2 for p in system.prompts[:5])  # one call per group
         assert values["validation/accuracy"] == values["validation/reward"] == pytest.approx(0.5)
+
+
+async def test_no_more_prompts_of_a_validation_begin_than_slots_are_free(inputs):
+    more = ("validation.samples=3", "rollout.engine.slots=2", "rollout.replicas=1")
+    async with System(inputs, lambda p, i: fine(1.0), *more) as system:
+        validation, most = system.validation, list[int]()
+        answers = validation._answers
+
+        async def observed(*args):
+            most.append(validation.limiter.samples)
+            return await answers(*args)
+
+        validation._answers = observed
+        values = await asyncio.wait_for(validation.run(system.prompts[:6]), 60)
+        assert values["validation/samples"] == 18
+        assert (len(most), max(most) <= 7) == (
+            6,
+            True,
+        )  # a group begins beside at most four, so that a slot is never idle
+        assert validation.limiter.samples == 0
 
 
 async def test_figures_are_told_apart_by_data_source(inputs, tmp_path):

@@ -101,7 +101,8 @@ async def answer(config: Config, recorder: Recorder) -> Answers:
         answering = Answering(config, found.max_prompt_tokens, replicas, is_death, link, recorder)
         closing.push_async_callback(answering.close)
         await answering.start()
-        work = asyncio.create_task(Validation(config, answering.maker, recorder).answers(prompts))
+        validation = Validation(config, config.rollout.engine.slots, answering.maker, recorder)
+        work = asyncio.create_task(validation.answers(prompts))
         watched += [asyncio.create_task(answering.run()), asyncio.create_task(_fitness(answering, config))]
         closing.push_async_callback(cancelled, [work, *watched])
         await asyncio.wait([work, *watched], return_when=asyncio.FIRST_COMPLETED)

@@ -261,7 +261,7 @@ class RollouterActor(SupervisedActor):
         )
         await answering.start()
         self._router = answering.router
-        self._validation = Validation(config, answering.maker, self._recorder)
+        self._validation = Validation(config, self._slots, answering.maker, self._recorder)
 
         def new_loop(queue: HeldQueue) -> RolloutLoop:
             data = config.data
@@ -365,6 +365,7 @@ class RollouterActor(SupervisedActor):
         return len(self._router.outstanding_tokens) * self._config.rollout.engine.slots
 
     def _resize(self) -> None:
+        self._validation.limiter.resize(self._slots)
         if self._loop is not None:
             self._loop.limiter.resize(self._slots)
 

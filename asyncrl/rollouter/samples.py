@@ -107,8 +107,7 @@ class SampleMaker:
             return PromptTokens(self.tokenizer.encode(prompt))
         except Exception as e:  # of the chat template, which may raise anything
             refused = f"prompt {prompt.prompt_id} cannot be encoded ({type(e).__name__}: {e})"
-            if "prompt_refused" not in self._reported:
-                self._reported.add("prompt_refused")
+            if self._first("prompt_refused"):
                 log.warning("%s: its samples fail; further such prompts are counted", refused)
             return PromptTokens(np.empty(0, np.int32), refused)
 
@@ -168,6 +167,8 @@ class SampleMaker:
         for sample, result in zip(asked, results, strict=True):
             reward = result.reward
             if result.error is not None:
+                if self._first(result.error):
+                    log.warning("a reward failed (%s): %s; further ones are counted", result.error, result.message)
                 if config.on_failure == "drop":
                     failures[id(sample)] = _failed(sample, result.error, result.message)
                     continue
@@ -186,8 +187,7 @@ class SampleMaker:
             new = [name for name in sample.metrics if name not in self._metrics]
             room = MAX_METRICS - len(self._metrics)
             self._metrics.update(new[:room])
-            if new[room:] and "metrics" not in self._reported:
-                self._reported.add("metrics")
+            if new[room:] and self._first("metrics"):
                 message = "agent loop and reward function have given metrics of %d names; ignoring others, such as %r"
                 log.warning(message, MAX_METRICS, new[room])
             sample.metrics = {name: v for name, v in sample.metrics.items() if name in self._metrics}
@@ -282,15 +282,13 @@ class SampleMaker:
     def _bad_sample(self, prompt: Prompt, index: int, problem: str) -> str:
         """Logs the first one; `rollout/failed_samples/bad_sample` counts all. Returns the message."""
         message = f"group {prompt.uid} sample {index}: {problem}"
-        if "bad_sample" not in self._reported:
-            self._reported.add("bad_sample")
+        if self._first("bad_sample"):
             log.warning("the agent loop returned a bad sample, which is dropped; further ones are counted: %s", message)
         return message
 
     def _generation_failed(self, prompt: Prompt, error: GenerationFailed) -> str:
         """Logs the first one of each reason; `rollout/failed_samples/` counts all. Returns the message."""
-        if error.reason not in self._reported:
-            self._reported.add(error.reason)
+        if self._first(error.reason):
             log.warning("a sample of prompt %s failed (%s): %s", prompt.prompt_id, error.reason, error)
         return str(error)
 
@@ -298,8 +296,7 @@ class SampleMaker:
         """Logs the first error of each type with its traceback; `rollout/failed_samples/agent_error` counts all.
         Returns the message."""
         kind = type(error).__name__
-        if kind not in self._reported:
-            self._reported.add(kind)
+        if self._first(kind):
             log.warning(
                 "the agent loop failed on prompt %s; further %s are counted without a message",
                 prompt.prompt_id,
@@ -307,6 +304,12 @@ class SampleMaker:
                 exc_info=error,
             )
         return f"{kind}: {error}"
+
+    def _first(self, kind: str) -> bool:
+        """True at the first of each kind, which is logged."""
+        known = kind in self._reported
+        self._reported.add(kind)
+        return not known
 
 
 def _failed(sample: Sample, reason: str, message: str) -> FailedSample:

@@ -1,4 +1,4 @@
-"""Validation during training: answers held-out prompts, at lower priority than training."""
+"""Validation: answers held-out prompts, during training at lower priority than it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.rollouter.limiter import GroupPlaces, InFlightLimiter
 from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.samples import FailedSample, GroupTask, SampleMaker
 from asyncrl.rollouter.sampling import validation_sampling
@@ -17,12 +18,16 @@ from asyncrl.types.samples import Sample
 
 
 class Validation:
-    """Runs validations one after another; rounds are numbered over all of them, so that requests have unique ids."""
+    """Runs validations one after another; rounds are numbered over all of them, so that requests have unique ids.
 
-    def __init__(self, config: Config, maker: SampleMaker, recorder: Recorder) -> None:
+    ``slots``: of the replicas. Prompts begin as these are free, like groups of training: one that waited for a slot
+    meanwhile would use up `rollout.max_sample_s`, and have its agents running."""
+
+    def __init__(self, config: Config, slots: int, maker: SampleMaker, recorder: Recorder) -> None:
         self._config, self._maker, self._recorder = config.validation, maker, recorder
         self._sampling = validation_sampling(config, maker.tokenizer.stop_token_ids)
         self._rounds = itertools.count()
+        self.limiter, self._next = InFlightLimiter(slots, max_groups=0), asyncio.Lock()
 
     async def run(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Answer each prompt, see `answers`. Returns its `Validated.values`."""
@@ -57,6 +62,15 @@ class Validation:
         )
 
     async def _answer(self, prompt: Prompt, number: int) -> list[Sample | FailedSample]:
+        async with self._next:
+            await self.limiter.room(self._config.samples)
+            places = GroupPlaces(self.limiter, self._config.samples)
+        try:
+            return await self._answers(prompt, number, places)
+        finally:
+            places.close()
+
+    async def _answers(self, prompt: Prompt, number: int, places: GroupPlaces) -> list[Sample | FailedSample]:
         encoded = self._maker.encode(prompt)
         task = GroupTask(
             prompt,
@@ -68,5 +82,5 @@ class Validation:
             priority=1,
             refused=encoded.refused,
         )
-        made = await self._maker.make(task, [PartialSample() for _ in range(self._config.samples)])
+        made = await self._maker.make(task, [PartialSample() for _ in range(self._config.samples)], places)
         return await self._maker.score(prompt, made)  # one call per prompt, since reward.timeout_s is per group

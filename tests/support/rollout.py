@@ -105,7 +105,7 @@ class System:
             self.config, tokenizer, agent_loop(tokenizer, MAX_RESPONSE), max_prompt_tokens, self.router, self.rewards,
             self.recorder,
         )  # fmt: skip
-        self.validation = Validation(self.config, maker, self.recorder)
+        self.validation = Validation(self.config, derived.slots, maker, self.recorder)
         self.loop = RolloutLoop(self.config, derived.slots, order, maker, self.queue, self.recorder)
 
     async def __aenter__(self):
