@@ -4,6 +4,8 @@ The workers' functions come first; a worker imports them from this file.
 """
 
 import asyncio
+import contextlib
+import functools
 import os
 import re
 import select
@@ -15,7 +17,8 @@ import time
 import pytest
 
 from asyncrl.config.schema import RewardConfig
-from asyncrl.rollouter.rewards.base import Answer
+from asyncrl.plugins.registry import UnknownPart
+from asyncrl.rollouter.rewards.base import Answer, prepare
 from asyncrl.rollouter.rewards.pool import RewardError, RewardPool
 from asyncrl.types.trajectories import Trajectory, TrajectorySequence
 from tests.support.rewards import PROMPT, import_problem, pool_of
@@ -34,6 +37,15 @@ def reads_the_trajectory(prompt, response, trajectory, scale=1.0):
     tools = sum("tool_calls" in message for message in trajectory.messages)
     sampled = sum(sum(sequence.loss_mask) for sequence in trajectory.sequences)
     return {"reward": scale * (trajectory.reward + tools), "sampled": sampled, "length": len(response)}
+
+
+def any_arguments(function):
+    return functools.wraps(function)(lambda *args, **options: function(*args[:2]))
+
+
+@any_arguments
+def counted(prompt, response):
+    return len(response)
 
 
 async def slow_judge(prompt, response):
@@ -265,6 +277,20 @@ async def of_trajectory(prompt, response, trajectory):
     return {"reward": float(len(trajectory.sequences)), "length": 7.0}
 
 
+@pytest.mark.parametrize(
+    ("function", "args", "problem"),
+    [
+        (exact, {"scales": 2.0}, "reward.args: got an unexpected keyword argument 'scales'"),
+        (of_length, {}, "reward.args: missing a required argument: 'target'"),
+        (reads_the_trajectory, {"scale": 2.0}, ""),
+        (counted, {"anything": 1}, ""),  # its decorator takes it
+    ],
+)
+def test_arguments_that_a_function_does_not_take_are_refused_before_a_run(function, args, problem):
+    with pytest.raises(UnknownPart, match=f"^{problem}$") if problem else contextlib.nullcontext():
+        prepare(function, args, 10.0)
+
+
 def weighted(**functions):
     described = {
         name: {"function": f"tests.test_rewards_pool:{value.pop('of')}", **value} for name, value in functions.items()
@@ -302,7 +328,7 @@ async def test_several_functions_are_summed_with_weights():
             "reward.args.functions.a: reward.args.pattern: expected a regular expression, found '('",
         ),
         ({"functions": {"a": {"function": "weighted"}}}, "reward.args.functions.a: a weighted sum has no sums in it"),
-        ({"functions": {"a": {"function": "arithmetic", "args": {"key": "${secret:ABSENT}"}}}}, None),
+        ({"functions": {"a": {"function": "arithmetic", "args": {"format_share": "${secret:ABSENT}"}}}}, None),
     ],
 )
 def test_functions_that_cannot_be_summed_are_refused_before_a_run(args, problem):

@@ -11,12 +11,24 @@ from asyncrl.rollouter.rewards.base import find_reward
 not_callable = 1.0
 
 
+class WithOptions:
+    def __init__(self, tokenizer, max_response_tokens, tries=1) -> None: ...
+
+    async def run(self, prompt, index, generate): ...
+
+
 class WithoutRun:
     def __init__(self, tokenizer, max_response_tokens) -> None: ...
 
 
 class WithPlainRun(WithoutRun):
     def run(self, prompt, index, generate): ...
+
+
+def test_arguments_that_an_agent_loop_does_not_take_are_refused():
+    assert find_agent_loop(f"{__name__}:WithOptions", {"tries": 2}) is WithOptions
+    with pytest.raises(UnknownPart, match=r"^rollout.agent_loop_args: got an unexpected keyword argument 'trys'$"):
+        find_agent_loop(f"{__name__}:WithOptions", {"trys": 2})
 
 
 def test_parts_are_found_by_module_name_and_by_import_path():

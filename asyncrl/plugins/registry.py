@@ -22,9 +22,10 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from asyncrl.plugins.import_path import ImportPathError, load
 
@@ -108,6 +109,16 @@ class Registry(Generic[T]):
             point.name: f"{point.module}:{point.attr}"
             for point in importlib.metadata.entry_points(group=self.entry_points)
         }
+
+
+def check_arguments(option: str, called: Callable[..., Any], /, *own: Any, **given: Any) -> None:
+    """Raises UnknownPart if ``called`` does not take our ``own`` arguments and those that ``option`` has given."""
+    try:
+        inspect.signature(called, follow_wrapped=False).bind(*own, **given)
+    except TypeError as e:
+        raise UnknownPart(f"{option}: {e}") from None
+    except ValueError:  # some functions of C have no signature
+        return
 
 
 def lacking(part: object, interface: type) -> list[str]:

@@ -98,7 +98,7 @@ def preflight(config: Config, cpus: int | None, trains: bool = True) -> Prefligh
         problems.append(str(e))
     problems += _reward_problems(config, cpus, [*prompts.train, *prompts.held_out])
     try:
-        find_agent_loop(config.rollout.agent_loop)
+        find_agent_loop(config.rollout.agent_loop, config.rollout.agent_loop_args)
     except UnknownPart as e:
         problems.append(str(e))
     context = config.rollout.engine.max_context_tokens or (model.max_position_embeddings if model else 0)

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from asyncrl.plugins.registry import Registry, UnknownPart
+from asyncrl.plugins.registry import Registry, UnknownPart, check_arguments
 
 
 class Row(NamedTuple):
@@ -58,9 +57,7 @@ def generated(source: str, args: Mapping[str, Any]) -> tuple[list[Row], list[Row
         )
     try:
         found = SOURCES.find(name)
-        inspect.signature(found.rows).bind(named, **args)
+        check_arguments("data.source_args", found.rows, named, **args)
     except UnknownPart as e:
         raise SourceError(str(e)) from None
-    except TypeError as e:
-        raise SourceError(f"data.source_args: {e}") from None
     return found.rows(named, **args)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asyncrl.plugins.registry import Registry, UnknownPart
+from asyncrl.plugins.registry import Registry, UnknownPart, check_arguments
 from asyncrl.sample_queue.messages import POISON
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import FinishReason, Sample
@@ -143,11 +143,14 @@ AGENT_LOOPS: Registry[type[AgentLoop]] = Registry(
 )
 
 
-def find_agent_loop(name: str) -> type[AgentLoop]:
-    """The agent loop class of this name or import path. Raises UnknownPart, before anything is instantiated."""
+def find_agent_loop(name: str, args: Mapping[str, Any] | None = None) -> type[AgentLoop]:
+    """The agent loop class of this name or import path, which takes ``args`` (None: not checked). Raises UnknownPart,
+    before anything is instantiated."""
     found = AGENT_LOOPS.find(name)
     if not (callable(found) and inspect.iscoroutinefunction(found.run)):
         raise UnknownPart(
             f"{AGENT_LOOPS.option}: expected a class with `async def run(self, prompt, index, generate)`, found {name}"
         )
+    if args is not None:
+        check_arguments("rollout.agent_loop_args", found, None, 0, **args)
     return found

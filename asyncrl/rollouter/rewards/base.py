@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from asyncrl.plugins.registry import Registry, UnknownPart
+from asyncrl.plugins.registry import Registry, UnknownPart, check_arguments
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.trajectories import Trajectory
 
@@ -59,15 +59,14 @@ def find_reward(name: str) -> RewardFunction:
 
 
 def prepare(function: RewardFunction, args: Mapping[str, Any], timeout_s: float) -> None:
-    """Calls the function's method ``prepare``, if it has one. Raises UnknownPart."""
+    """Calls the function's method ``prepare``, if it has one. Raises UnknownPart, also for ``args`` that the method, or
+    without it the function, does not take."""
     method = getattr(function, "prepare", None)
     if method is None:
+        check_arguments("reward.args", function, None, "", **{**dict.fromkeys(taken_by(function)), **args})
         return
     given = {**args, "timeout_s": timeout_s} if _takes("timeout_s", method) else args
-    try:
-        inspect.signature(method).bind(**given)
-    except TypeError as e:
-        raise UnknownPart(f"reward.args: {e}") from None
+    check_arguments("reward.args", method, **given)
     method(**given)
 
 
