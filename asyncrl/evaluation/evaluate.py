@@ -19,6 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.evaluation.answers import Answers, EvaluationFailed, answer, evaluation_config
 from asyncrl.evaluation.checkpoints import CONFIG, DRIVER, Evaluated, export, find, verify
 from asyncrl.evaluation.estimates import Estimate, pass_at_k
+from asyncrl.models.overridden import overridden
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.actor_client import first_leaf
 from asyncrl.rollouter.tokenizer import PromptTokenizer
@@ -86,6 +87,8 @@ def evaluate(config: Config, models: Sequence[Evaluated], out: Path) -> int:
                 verify(model)
                 if (folder := model.folder) is None:
                     export(model, folder := Path(scratch) / model.name)
+                elif model.run is None and config.model.overrides:  # a run's checkpoints have them already
+                    folder = overridden(folder, config.model.overrides, Path(scratch) / model.name)
                 _evaluate_one(config, folder, model.name, out, figures)
         except Exception as e:
             status, error = 1, first_leaf(e)
