@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from asyncrl.models import kernels
 from asyncrl.models.checkpoint import (
     check_checkpoint,
+    copy_tokenizer,
     is_draft,
     load_decoder,
     open_tensors,
@@ -490,3 +491,14 @@ def test_kernels_that_fail_on_a_gpu_leave_the_eager_code_with_one_warning(monkey
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "cuda:99 is slower" in caplog.text
     assert "RuntimeError: Failed to find C compiler" in caplog.text
+
+
+def test_an_export_has_what_engines_need_to_load_a_vision_model(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    names = {"tokenizer.json", "processor_config.json", "preprocessor_config.json"}  # transformers 5 writes the second
+    for folder in (source, target):
+        folder.mkdir()
+    for name in (*names, "README.md"):
+        (source / name).write_text("{}")
+    copy_tokenizer(source, target)
+    assert {file.name for file in target.iterdir()} == names

@@ -37,6 +37,13 @@ def test_config_json_gives_the_eos_if_generation_config_does_not(checkpoint):
     assert PromptTokenizer(checkpoint).stop_token_ids == tuple(sorted({own, 6}))
 
 
+@pytest.mark.parametrize("text", ['{"eos_token_id": 5', "[5]", '{"eos_token_id": ["end"]}'])
+def test_a_malformed_generation_config_is_refused_by_its_name(checkpoint, text):
+    (checkpoint / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"generation_config.json: expected a JSON object, and in it a token or"):
+        PromptTokenizer(checkpoint)
+
+
 @pytest.mark.parametrize("token", [-1, 10**6])
 def test_a_stop_token_that_the_model_does_not_have_is_refused(checkpoint, token):
     with pytest.raises(CheckpointError, match=f"stop token {token} is not one of the model's"):

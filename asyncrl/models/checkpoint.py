@@ -22,7 +22,8 @@ from asyncrl.models.mtp_from_trunk import draft_from_trunk
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json vocab.json merges.txt tokenizer.model "
     "chat_template.jinja added_tokens.json generation_config.json tiktoken.model "
-    "preprocessor_config.json video_preprocessor_config.json"  # needed by engines to load vision models
+    # needed by engines to load vision models
+    "processor_config.json preprocessor_config.json video_preprocessor_config.json"
 ).split()
 
 #: advice for a checkpoint that lacks the MTP weights it needs

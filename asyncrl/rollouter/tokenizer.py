@@ -104,10 +104,16 @@ def chat_text(
 
 
 def _eos_token_ids(checkpoint: Path) -> list[int]:
-    """``eos_token_id`` (a number or a list) of generation_config.json, else of config.json."""
+    """``eos_token_id`` (a number or a list) of generation_config.json, else of config.json. Raises CheckpointError."""
     for name in ("generation_config.json", "config.json"):
         if (file := checkpoint / name).is_file():
-            found = json.loads(file.read_text()).get("eos_token_id")
-            if found is not None:
-                return [int(token) for token in (found if isinstance(found, list) else [found])]
+            try:
+                found = json.loads(file.read_bytes()).get("eos_token_id")
+                if found is not None:
+                    return [int(token) for token in (found if isinstance(found, list) else [found])]
+            except (ValueError, TypeError, AttributeError) as e:  # malformed text or structure
+                raise CheckpointError(
+                    f"{file}: expected a JSON object, and in it a token or a list of tokens as eos_token_id if there "
+                    f"is one ({e})"
+                ) from None
     return []
