@@ -501,7 +501,7 @@ class Core:
             self._ahead = None  # it writes to the old slots
             sequence, source = moved
             self._heal(sequence.slot)
-            self.kv.copy(source, sequence.slot, sequence.computed)
+            self.kv.load(sequence.slot, self.kv.view(source, sequence.computed))
             for column in (self._tokens, self._positions, self._uniforms):
                 column[sequence.slot] = column[source]
             self._positions[source] = 0

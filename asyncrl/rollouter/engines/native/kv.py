@@ -28,6 +28,10 @@ class SlotKV(NamedTuple):
     def copy(self) -> SlotKV:
         return SlotKV(self.kv.clone(), self.hidden.clone())
 
+    def first(self, tokens: int) -> SlotKV:
+        """Its first ``tokens`` positions, not copied."""
+        return SlotKV(self.kv[:, :, :, :tokens], self.hidden[:, :tokens])
+
 
 class KVCache:
     """Keys and values of all layers, ``[layers, 2, S, K, L, D]`` in one allocation.
@@ -87,32 +91,21 @@ class KVCache:
         self.keys, self.values = list(data[:, 0].unbind(0)), list(data[:, 1].unbind(0))
         self.hidden = list(hidden.unbind(0))
 
-    def clear(self, slot: int) -> None:
-        """Zero a slot in all layers."""
-        assert self._data is not None
-        assert self._hidden is not None
-        self._data[:, :, slot].zero_()
-        self._hidden[:, slot].zero_()
-
-    def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first ``tokens`` positions of slot ``source`` to slot ``target``, in all layers."""
-        assert self._data is not None
-        assert self._hidden is not None
-        self._data[:, :, target, :, :tokens] = self._data[:, :, source, :, :tokens]
-        self._hidden[:, target, :tokens] = self._hidden[:, source, :tokens]
-
     def view(self, slot: int, tokens: int) -> SlotKV:
         """The slot's first ``tokens`` positions, not copied."""
         assert self._data is not None
         assert self._hidden is not None
-        return SlotKV(self._data[:, :, slot, :, :tokens], self._hidden[:, slot, :tokens])
+        return SlotKV(self._data[:, :, slot], self._hidden[:, slot]).first(tokens)
 
-    def load(self, slot: int, saved: SlotKV, tokens: int) -> None:
-        """Copy the first ``tokens`` positions of ``saved`` to the slot."""
-        assert self._data is not None
-        assert self._hidden is not None
-        self._data[:, :, slot, :, :tokens] = saved.kv[:, :, :, :tokens]
-        self._hidden[:, slot, :tokens] = saved.hidden[:, :tokens]
+    def clear(self, slot: int) -> None:
+        """Zero a slot in all layers."""
+        for held in self.view(slot, self.context_tokens):
+            held.zero_()
+
+    def load(self, slot: int, saved: SlotKV) -> None:
+        """Copy these positions, of another slot or of none, to the first ones of the slot."""
+        for held, given in zip(self.view(slot, saved.kv.shape[3]), saved, strict=True):
+            held.copy_(given)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

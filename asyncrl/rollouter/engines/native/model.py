@@ -135,15 +135,7 @@ class NativeModel:
             values_KLD[:, start : start + valid] = v_TKD[:valid].transpose(0, 1)
             if i == c.num_layers - 1 and not keep_hidden:
                 return None  # a prefill only fills the cache
-            out_HTD = F.scaled_dot_product_attention(
-                q_THD.transpose(0, 1)[None],
-                keys_KLD[None, :, :length],
-                values_KLD[None, :, :length],
-                attn_mask=seen_TL,
-                is_causal=causal,
-                enable_gqa=c.num_heads != c.num_kv_heads,
-            )[0]
-            return out_HTD.transpose(0, 1).reshape(len(tokens_T), -1)
+            return _attended(q_THD, keys_KLD[:, :length], values_KLD[:, :length], seen_TL).flatten(1)
 
         hidden_TM = self._trunk(tokens_T, positions_T, attend)
         if keep_hidden:
@@ -168,16 +160,7 @@ class NativeModel:
             out_THD = torch.empty_like(q_THD)
             for chunk, seen_NL, q_NHD, out_NHD in zip(chunks, seen, q_THD.split(sizes), out_THD.split(sizes)):
                 keys_KLD, values_KLD = (x[i][chunk.slot][:, : chunk.start + len(q_NHD)] for x in (kv.keys, kv.values))
-                out_NHD.copy_(
-                    F.scaled_dot_product_attention(
-                        q_NHD.transpose(0, 1)[None],
-                        keys_KLD[None],
-                        values_KLD[None],
-                        attn_mask=seen_NL,
-                        is_causal=seen_NL is None,
-                        enable_gqa=c.num_heads != c.num_kv_heads,
-                    )[0].transpose(0, 1)
-                )
+                out_NHD.copy_(_attended(q_NHD, keys_KLD, values_KLD, seen_NL))
             return out_THD.view(len(out_THD), -1)
 
         hidden_TM = self._fused_trunk(tokens_T, slots_T, positions_T, kv, attend)
@@ -220,6 +203,18 @@ class NativeModel:
             hidden_XM = fused.add_norm(x_XM, layer.o(attended_XA), layer.post_norm, c.rms_norm_eps)
             added_XM = layer.down(fused.gated(layer.gate_up(hidden_XM)))
         return fused.add_norm(x_XM, added_XM, self.norm, c.rms_norm_eps)
+
+
+def _attended(q_THD: Tensor, keys_KLD: Tensor, values_KLD: Tensor, seen_TL: Tensor | None) -> Tensor:
+    """Attention of one slot's prefill, [T, H, D]. ``seen``: the places that each query attends to; None: causal."""
+    return F.scaled_dot_product_attention(
+        q_THD.transpose(0, 1)[None],
+        keys_KLD[None],
+        values_KLD[None],
+        attn_mask=seen_TL,
+        is_causal=seen_TL is None,
+        enable_gqa=q_THD.shape[1] != len(keys_KLD),
+    )[0].transpose(0, 1)
 
 
 class _Layer:

@@ -84,11 +84,11 @@ class Prefiller:
     def _copy(self, work: CopyPrefix) -> None:
         source, slot, tokens = work.source, work.sequence.slot, work.tokens
         if isinstance(source, WarmPrefix):
-            self._kv.load(slot, source.kv, tokens)
+            self._kv.load(slot, source.kv.first(tokens))
             self._warm.used(source)
             drafted = source.drafted
         else:
-            self._kv.copy(source.slot, slot, tokens)
+            self._kv.load(slot, self._kv.view(source.slot, tokens))
             drafted = self._speculator.drafted(source.slot) if self._speculator is not None else 0
         if self._speculator is not None:
             self._speculator.copied(slot, tokens, drafted)
