@@ -100,7 +100,8 @@ def test_a_hugging_face_folder_is_evaluated_with_a_config(inputs, tmp_path, caps
     assert status == 0, err
     assert list(json.loads(out.splitlines()[-1])) == ["checkpoint"]
     options += ("model.overrides.max_position_embeddings=16",)
-    status, _, err = evaluated(capsys, inputs / "checkpoint", "--config", tmp_path / "config.yaml", *options)
+    options += ("--config", tmp_path / "config.yaml", "--out", tmp_path / "again")
+    status, _, err = evaluated(capsys, inputs / "checkpoint", *options)
     assert status == 1
     assert "checkpoint: rollout.engine.max_context_tokens: 64 is more than the model's 16" in err
 
