@@ -23,7 +23,7 @@ def test_only_the_config_differs(checkpoint, tmp_path):
     before = (checkpoint / "config.json").read_text()
     made = overridden(checkpoint, {"max_position_embeddings": 77, "rope_theta": 5e5}, tmp_path / "model")
     assert overridden(checkpoint, {"max_position_embeddings": 78}, tmp_path / "model") == made
-    assert overridden(made, {"max_position_embeddings": 78}, made) == made  # as with the config.yaml of a run
+    assert overridden(made, {"max_position_embeddings": 78}, made) == made
     assert check_checkpoint(made).max_position_embeddings == 78
     assert (checkpoint / "config.json").read_text() == before
     assert read_tensors(made).keys() == read_tensors(checkpoint).keys()

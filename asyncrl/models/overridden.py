@@ -30,7 +30,7 @@ def overridden(path: str | Path, overrides: Mapping[str, Any], folder: Path) -> 
     if text.get("rope_parameters") and overrides.keys() & _ROPE:
         _merge_rope(text, overrides)
     folder.mkdir(parents=True, exist_ok=True)
-    files = () if folder.samefile(source) else source.iterdir()  # a run's config.yaml names the folder made for it
+    files = () if folder.samefile(source) else source.iterdir()  # a link would replace the file itself
     for file in files:
         link = folder / file.name
         link.unlink(missing_ok=True)

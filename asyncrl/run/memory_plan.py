@@ -7,13 +7,11 @@ compares the trainer's with measured peaks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from asyncrl.config.checks import gpus_per_replica, warm_kv_bytes
 from asyncrl.config.schema import Config
 from asyncrl.models.checkpoint import tensor_shapes
-from asyncrl.models.config import ModelConfig
+from asyncrl.models.config import ModelConfig, text_part
 from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.param_sync.transports.choose import bucket_sizes
 from asyncrl.rollouter.engines.base import ENGINES
@@ -70,7 +68,7 @@ def activation_bytes(config: Config, model: ModelConfig, context_tokens: int) ->
 def activations_per_token(model: ModelConfig) -> float:
     """Numbers that a layer saves for each token: inputs of norms and projections, 7·M; gate, up and their products,
     4·I; queries, attention's result and its padded copies, 5·H·D; keys and values with theirs, 4·K·D."""
-    text: Mapping[str, Any] = {**model.raw, **(model.raw.get("text_config") or {})}
+    text = text_part(model.raw)
     inner = int(text.get("intermediate_size") or 4 * model.hidden_size)
     if chosen := text.get("num_experts_per_tok"):
         inner = int(text.get("moe_intermediate_size") or inner) * int(chosen)

@@ -21,7 +21,7 @@ from asyncrl.data.load import RunPrompts, load_run_prompts
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import DataError
 from asyncrl.models.checkpoint import check_checkpoint, without_draft
-from asyncrl.models.config import CheckpointError, ModelConfig
+from asyncrl.models.config import CheckpointError, ModelConfig, text_part
 from asyncrl.models.lora import linear_shapes_at
 from asyncrl.models.overridden import FOLDER as OVERRIDDEN
 from asyncrl.models.overridden import overridden
@@ -84,7 +84,7 @@ def preflight(config: Config, cpus: int | None, trains: bool = True) -> Prefligh
     problems += _draft_problems(config, model)
     problems += _lora_problems(config, model)
     if model:
-        problems += backend.model_problems(config, {**model.raw, **(model.raw.get("text_config") or {})})
+        problems += backend.model_problems(config, text_part(model.raw))
     if cpus is not None:  # on a cluster, this machine needs neither
         problems += environment_problems(config, trains)
         problems += missing_secrets(config)

@@ -19,7 +19,7 @@ from asyncrl.config.checks import sends_adapters
 from asyncrl.config.schema import Config, EngineConfig
 from asyncrl.config.secrets import hidden, redacted, revealed
 from asyncrl.cpu.vllm import mla_kernel
-from asyncrl.models.config import ModelConfig
+from asyncrl.models.config import ModelConfig, text_part
 from asyncrl.param_sync.manifest import DTYPE_BYTES
 from asyncrl.rollouter.engines.adapters import adapted_leaves, adapter_slots
 from asyncrl.rollouter.engines.base import EngineError, Request
@@ -143,7 +143,7 @@ def _kv_bytes(config: Config) -> int:
 def _state_bytes(raw: Mapping[str, Any]) -> int:
     """Bytes of the float32 state of a Gated DeltaNet layer (Qwen3-Next, Qwen3.5): keys × values per head, and the
     convolution's last tokens. 0 for models without such layers."""
-    text = {**raw, **(raw.get("text_config") or {})}
+    text = text_part(raw)
     if not (heads := int(text.get("linear_num_value_heads") or 0)):
         return 0
     key, value = int(text["linear_key_head_dim"]), int(text["linear_value_head_dim"])
