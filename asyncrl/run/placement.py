@@ -6,12 +6,14 @@ import asyncio
 import itertools
 import logging
 import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
+from ray._private.services import resolve_ip_for_localhost
 from ray._private.state import state as ray_state
 from ray.util.placement_group import (
     PlacementGroup,
@@ -34,6 +36,7 @@ from asyncrl.run.placement_plan import Machine, PlacementError, Pool, pools, wit
 log = logging.getLogger(__name__)
 
 WATCH_S = 2.0  # between looks at the driver's node
+REACH_S = 10.0  # for a cluster to accept a connection
 BESIDE_TRAINERS_S = 5.0  # to find room for the replicas on the trainers' machine
 OBJECT_STORE_BYTES = 512 * 1024 * 1024  # of a cluster started here: batches pass through it, nothing stays
 
@@ -55,10 +58,19 @@ def cluster_machines(config: Config) -> list[Machine]:
 def _join(config: Config, **options: Any) -> None:
     address = config.ray.address or os.environ["RAY_ADDRESS"]
     try:
+        _reach(address)
         ray.init(address=address, **options)
-    except ConnectionError as e:
+    except (OSError, ValueError) as e:
         why = " ".join(str(e).split())
         raise ConfigError([f"ray.address: expected a Ray cluster at {address}, found none ({why})"]) from None
+
+
+def _reach(address: str) -> None:
+    """Raises OSError if nothing answers at a ``host:port``: Ray itself would go on trying for many minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "/" not in host:
+        host = resolve_ip_for_localhost(host.strip("[]"))  # where Ray looks for it
+        socket.create_connection((host, int(port)), REACH_S).close()
 
 
 class NodeDied(RuntimeError):
