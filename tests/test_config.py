@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,21 @@ def test_numbers_may_come_from_the_environment_and_strings_may_look_like_numbers
     monkeypatch.setenv("SLOTS", "8")
     config = load_config(None, [*REQUIRED, "rollout.engine.slots=${oc.env:SLOTS}", "validation.top_p=1", "name=2024"])
     assert (config.rollout.engine.slots, config.validation.top_p, config.name) == (8, 1.0, "2024")
+
+
+def test_a_home_folder_is_found_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = ["model.path", "run_dir", "journal_dir", "ray.temp_dir", "algorithm.reference_path"]
+    paths += [f"{process}.python" for process in ("rollout.engine", "rollout.agent", "trainer", "sandbox")]
+    lists = ["data.train_files", "data.validation_files", "sandbox.paths"]
+    options = ["reward.function=f", "algorithm.kl_coef=0.1", "rollout.agent.path=a:b"]
+    options += [f"{key}=~/{key}" for key in paths] + [f"{key}=[~/{key}, other]" for key in lists]
+    found = load_config(None, [*options, "rollout.stop_strings=[~/]"])
+    for key in paths:
+        assert attrgetter(key)(found) == f"/home/me/{key}"
+    for key in lists:
+        assert attrgetter(key)(found) == [f"/home/me/{key}", "other"]
+    assert found.rollout.stop_strings == ["~/"]
 
 
 def test_where_code_runs_may_differ_in_a_resumed_run():

@@ -9,6 +9,7 @@ import pytest
 from asyncrl.processes.tasks import cancelled
 from asyncrl.rollouter.agent_processes.pool import AgentFailed
 from asyncrl.rollouter.agents.base import Completion
+from asyncrl.rollouter.endpoint import link
 from asyncrl.rollouter.endpoint.link import (
     EndedSession,
     FinishedCall,
@@ -111,6 +112,20 @@ async def test_the_endpoint_may_die_before_any_call_and_while_there_is_no_other(
         await asyncio.sleep(0.05)  # the samples have opened their sessions, which wait
         await system.replace_endpoint()
         assert [type(s) for s in await making] == [Sample, Sample]
+
+
+async def test_a_sample_begins_again_when_events_are_lost(model, monkeypatch):
+    monkeypatch.setattr(link, "REATTACH_S", 0.02)
+
+    async def agent(task, http):
+        if len(system.agents.tasks) == 1:
+            system.client.loses = True
+        await chat(task, http, task.messages)
+        return float(len(system.agents.tasks))
+
+    async with EndpointSystem(model, agent, counting(), orphan_s=0.05) as system:
+        assert (await made(system)).reward == 2.0
+        await until(lambda: len(system.endpoint._sessions) <= 1)
 
 
 async def test_the_endpoint_dies_while_a_sample_ends(model):

@@ -349,6 +349,11 @@ def test_a_journal_that_another_user_made_is_refused(inputs, folder, capfd, tmp_
         run_folder.RunFolder.create(config)
 
 
+def test_a_journal_disk_that_the_run_does_not_use_is_refused(inputs, folder, capfd, tmp_path):
+    message = f"{folder} has its journal in itself; resume without journal_dir"
+    assert message in refused(inputs, folder, capfd, f"journal_dir={tmp_path / 'disk'}")
+
+
 def refused(inputs: Path, folder: Path, capfd, *more: str, resume: str | Path = "auto") -> str:
     """Error output of a refused resume, which changes nothing in the folder."""
     before = contents(folder)

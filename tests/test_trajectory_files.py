@@ -1,6 +1,10 @@
 """Samples for people: their rows, the Parquet files, the filters, and `asyncrl trajectories`."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -137,6 +141,15 @@ def test_nonsense_is_answered_in_a_line(run, tmp_path, capsys):
     shown = capsys.readouterr()
     assert "step-00000001.parquet cannot be read and is left out" in shown.err
     assert "2 of 2 samples" in shown.out
+
+
+def test_a_pipe_that_nobody_reads_any_more_ends_it_without_a_word(run):
+    gone, pipe = os.pipe()
+    os.close(gone)  # as `head` does
+    command = [sys.executable, "-m", "asyncrl.cli.main", "trajectories", str(run)]
+    ended = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(pipe)
+    assert (ended.stderr, ended.returncode) == ("", 128 + signal.SIGPIPE)
 
 
 def test_any_reader_of_parquet_reads_the_files(run):

@@ -9,7 +9,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from asyncrl.algorithms.ratios import clamped
-from asyncrl.config.section import Section
+from asyncrl.config.section import PathText, Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ class KLOptions(Section):
     # of the same KL in the reward: log(sampling policy / reference) of each trained token is subtracted from it. Groups
     # of equal rewards are still dropped by filter_zero_variance
     kl_reward_coef: NonNegativeFloat = 0.0
-    reference_path: str = ""  # checkpoint folder of the reference model; empty: model.path
+    reference_path: PathText = ""  # checkpoint folder of the reference model; empty: model.path
 
     @property
     def needs_reference(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +23,8 @@ _COMMANDS = {
     "sandbox": ("asyncrl.cli.sandbox", "which sandboxes serve here; serve them to others"),
 }
 
+_READERS = ("ledger", "trajectories")  # of files only: no other pipe of theirs can break
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the command's exit status."""
@@ -38,7 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (here := os.getcwd()) not in sys.path:  # as with `python -m`: parts may be modules of the working directory
         sys.path.insert(0, here)
     module, _ = _COMMANDS[args.command]
-    return importlib.import_module(module).main(args.arguments)  # imports the chosen command only
+    command = importlib.import_module(module)  # imports the chosen command only
+    if args.command not in _READERS:
+        return command.main(args.arguments)
+    try:
+        status = command.main(args.arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
+        return 128 + signal.SIGPIPE
+    return status
 
 
 if __name__ == "__main__":

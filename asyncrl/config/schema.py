@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 from pydantic.dataclasses import dataclass
 
 from asyncrl.algorithms.options import AlgorithmConfig
-from asyncrl.config.section import Section, from_env
+from asyncrl.config.section import PathText, PathTexts, Section, from_env
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -35,7 +35,7 @@ class LoraConfig(Section):
 
 @dataclass
 class ModelConfig(Section):
-    path: str = "???"  # Hugging Face checkpoint folder: initial policy, tokenizer and chat template
+    path: PathText = "???"  # Hugging Face checkpoint folder: initial policy, tokenizer and chat template
     overrides: dict[str, Any] = field(default_factory=dict)  # values that replace entries of the model's config.json
     # torch: code of the model. native: asyncrl's own decoder, deterministic, which MTP drafts need; transformers: any
     # causal LM that the package builds; auto: native where it builds the model
@@ -64,8 +64,8 @@ class CurriculumConfig(Section):
 
 @dataclass
 class DataConfig(Section):
-    train_files: list[str] = field(default_factory=list)  # JSONL or Parquet, at least one, unless there is a source
-    validation_files: list[str] = field(default_factory=list)
+    train_files: PathTexts = field(default_factory=list)  # JSONL or Parquet, at least one, unless there is a source
+    validation_files: PathTexts = field(default_factory=list)
     # prompts that are generated instead of read, and held-out ones besides: reasoning_gym:TASK, or several tasks with
     # commas between them; see docs/data.md
     source: str = ""
@@ -111,7 +111,7 @@ class DataConfig(Section):
 class EngineConfig(Section):
     name: str = "native"  # native, vllm, sglang, the name of an installed engine, or an import path
     # interpreter of the replicas, with the driver's Python and Ray versions; empty: the driver's own interpreter
-    python: str = ""
+    python: PathText = ""
     slots: PositiveInt = 32  # samples that one replica generates concurrently
     max_context_tokens: NonNegativeInt = 0  # prompt and response together; 0: the model's max_position_embeddings
     prefill_chunk_tokens: NonNegativeInt = 0  # native: maximum tokens per prefill step; 0: 512 on a CPU, 4096 on a GPU
@@ -139,7 +139,7 @@ class AgentConfig(Section):
 
     path: str = ""  # package.module:function, called for each sample; many of them run in one process
     command: list[str] = field(default_factory=list)  # program and its arguments, started for each sample
-    python: str = ""  # interpreter of the agents' environment, which does not need asyncrl; empty: the run's own
+    python: PathText = ""  # interpreter of the agents' environment, which does not need asyncrl; empty: the run's own
     args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the function
     # names of the environment variables that agents get, besides those that programs need, such as PATH
     secrets: list[str] = field(default_factory=list)
@@ -277,8 +277,8 @@ class SandboxConfig(Section):
     allow_unsafe: bool = False  # with auto: a weaker kind rather than none
     url: str = ""  # remote: http://host:port; its token is the environment variable ASYNCRL_SANDBOX_TOKEN
     image: str = ""  # podman: of the containers; it needs python3
-    python: str = ""  # interpreter in the sandbox, with its packages; empty: the run's, without; not for podman
-    paths: list[str] = field(default_factory=list)  # further files and folders that can be read in the sandbox
+    python: PathText = ""  # interpreter in the sandbox, with its packages; empty: the run's, without; not for podman
+    paths: PathTexts = field(default_factory=list)  # further files and folders that can be read in the sandbox
     concurrent: PositiveInt = 8  # sandboxes in use at a time; further ones wait
     warm: NonNegativeInt = 2  # sandboxes that are ready before anybody asks
     memory_mb: PositiveInt = 512  # MiB of a sandbox, files in it included
@@ -339,7 +339,7 @@ class MegatronConfig(Section):
 @dataclass
 class TrainerConfig(Section):
     backend: str = "torch"  # torch, megatron, the name of an installed backend, or an import path
-    python: str = ""  # interpreter of the ranks, as rollout.engine.python
+    python: PathText = ""  # interpreter of the ranks, as rollout.engine.python
     ranks: PositiveInt = 1  # trainer processes
     total_steps: PositiveInt = 100  # train steps of the run
     # seconds after which a run finishes its step, saves and ends, such as a job's limit less a step and a save; 0: none
@@ -561,16 +561,16 @@ class RayConfig(Section):
     # pack: few machines; spread: many; strict_pack: one; strict_spread: one per actor
     trainer_strategy: Strategy = "strict_pack"
     rollout_strategy: Literal["auto", Strategy] = "auto"  # auto: on the trainer's machine if it has room, else pack
-    temp_dir: str = ""  # of a cluster that this run starts; empty: Ray's default
+    temp_dir: PathText = ""  # of a cluster that this run starts; empty: Ray's default
     placement_timeout_s: PositiveFloat = 30.0  # for both pools together
 
 
 @dataclass
 class Config(Section):
     name: str = "run"  # names the run and, by default, its folder
-    run_dir: str = from_env("ASYNCRL_RUNS", "runs", "{}/${{name}}")  # ledger, checkpoints, metrics and logs
+    run_dir: PathText = from_env("ASYNCRL_RUNS", "runs", "{}/${{name}}")  # ledger, checkpoints, metrics and logs
     # ledger and spool on a local disk, if run_dir is on a network disk; checkpoints copy them to run_dir
-    journal_dir: str = from_env("ASYNCRL_JOURNAL", "")
+    journal_dir: PathText = from_env("ASYNCRL_JOURNAL", "")
     seed: NonNegativeInt = 0  # of prompt order, sampling and initialization
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

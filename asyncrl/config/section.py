@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+#: files and folders; ``~`` is the home folder, also in ``key=~/x``, which a shell leaves alone
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+PathTexts = Annotated[list[str], AfterValidator(lambda paths: list(map(os.path.expanduser, paths)))]
 
 
 class OptionProblems(ValueError):

@@ -21,6 +21,7 @@ from asyncrl.param_sync.session_protocol import answer, repeatable
 from asyncrl.processes.actor_client import (
     ActorClient,
     ActorDied,
+    DataLost,
     Preempted,
     RestartableClient,
     SupervisedActor,
@@ -251,7 +252,7 @@ class RollouterActor(SupervisedActor):
         config = self._config
         if config.rollout.agent.enabled:
             endpoint = ActorClient(self._endpoint, self._endpoint_name) if self._endpoint is not None else None
-            self._link = EndpointLink(endpoint, self._holder.token, ActorDied)  # type: ignore[arg-type]
+            self._link = EndpointLink(endpoint, self._holder.token, ActorDied, DataLost)  # type: ignore[arg-type]
         prompts, held_out = await asyncio.to_thread(load_run_prompts, config.data)  # a source may take minutes
         asked = held_out[: config.validation.max_prompts or None]
         self._validation_prompts = asked[self._holder.shard :: config.rollout.shards]

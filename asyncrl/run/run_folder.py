@@ -216,7 +216,10 @@ class RunFolder:
                 f"{', '.join(valid)}"
             )
         older = [c for c in among if checkpoint is not None and c.taken < checkpoint.taken]
-        return resume_point(checkpoint, older, [self.journal, *filter(None, [newest_copy(self.path)])])
+        journals = [self.journal, *filter(None, [newest_copy(self.path)])]
+        if not any((journal / LEDGER).is_file() for journal in journals) and (self.path / LEDGER).is_file():
+            raise LedgerError(f"{self.path} has its journal in itself; resume without journal_dir")
+        return resume_point(checkpoint, older, journals)
 
     def _continue_from(self, point: ResumePoint, valid: Mapping[str, str]) -> None:
         """Restore the journal that fits, and put aside the checkpoints that do not count."""

@@ -153,14 +153,18 @@ class InProcessAgents:
         return outcome if isinstance(outcome, AgentOutcome) else AgentOutcome(outcome, {})
 
 
+class Lost(RuntimeError):
+    """Data of a call is lost, with the machine that had it."""
+
+
 class MortalEndpoint:
     """The endpoint as the rollouter sees it. Once it has died, all calls raise Death; those under way at once, unless
-    ``silent``: then only later ones do. ``held``: its events get lost on their way."""
+    ``silent``: then only later ones do. ``held``: its events never arrive. ``loses``: the next ones are lost."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.held, self.hangs, self.dead = False, False, False
+        self.held, self.hangs, self.loses, self.dead = False, False, False, False
 
     def die(self, silent: bool = False) -> None:
         self.dead = True
@@ -192,6 +196,9 @@ class MortalEndpoint:
         result = await getattr(self._endpoint, name)(*args)
         if self.dead or self.hangs or (self.held and name == "events"):
             await asyncio.Event().wait()
+        if self.loses and name == "events" and result:
+            self.loses = False
+            raise Lost
         return result
 
 
@@ -247,7 +254,7 @@ class EndpointSystem:
         self.token += 1
         self.policy.attached = 0
         self.router = Router({"a": self.policy}, is_death)
-        self.link = EndpointLink(self.client, self.token, Death)
+        self.link = EndpointLink(self.client, self.token, Death, Lost)
         loop = EndpointLoop(self.link, self.config.rollout.max_response_tokens)
         self.maker = SampleMaker(self.config, self.tokenizer, loop, 1000, self.router, None, self.rollout_recorder)
         self._tasks = [asyncio.create_task(self.router.run()), asyncio.create_task(self.link.run())]

@@ -26,6 +26,7 @@ from asyncrl.types.prompts import Message, Prompt
 from asyncrl.types.samples import FinishReason
 
 FORGET_S = 0.2  # that sessions wait to be forgotten, for other commands with which to go
+REATTACH_S = 1.0  # after data was lost
 
 
 @dataclass(frozen=True)
@@ -144,15 +145,22 @@ class EndpointClient(Protocol):
 
 
 class EndpointDied(RuntimeError):
-    """The endpoint's process died, and with it the agent: the sample begins again."""
+    """The endpoint's process died, and with it the agent, or its events are lost: the sample begins again."""
 
 
 class EndpointLink:
     """The rollouter's end. ``run()`` is a task that lives as long as sessions are served. ``client`` None: not there
-    yet, see `replace`."""
+    yet, see `replace`. It raises ``death`` when the endpoint's process dies, and ``lost`` when data of a call is lost
+    on the way."""
 
-    def __init__(self, client: EndpointClient | None, token: int, death: type[Exception]) -> None:
-        self._client, self._token, self._death = client, token, death
+    def __init__(
+        self,
+        client: EndpointClient | None,
+        token: int,
+        death: type[Exception],
+        lost: type[Exception] | tuple[()] = (),
+    ) -> None:
+        self._client, self._token, self._death, self._lost = client, token, death, lost
         self._sessions: dict[str, asyncio.Queue[Event | EndpointDied]] = {}  # by address
         self._openings = itertools.count()
         self._attached = client  # not yet the one of `replace` while the death of the one before is unknown
@@ -161,7 +169,7 @@ class EndpointLink:
         self._replaced = asyncio.Event()
 
     async def run(self) -> None:
-        """Raises the errors of the endpoint other than its death."""
+        """Raises the errors of the endpoint other than its death and lost data."""
         while True:
             if self._client is None:
                 await self._replaced.wait()
@@ -175,12 +183,12 @@ class EndpointLink:
                     tasks.create_task(sender.run())
                     tasks.create_task(self._receive(client))
             except* self._death:
-                self._sender = self._new_sender()
-                sessions, self._sessions = self._sessions, {}
-                for events in sessions.values():
-                    events.put_nowait(EndpointDied("the endpoint's process died"))
+                self._restart_sessions()
                 if self._client is client:
                     self._client = None
+            except* self._lost:  # the endpoint forgets the sessions of before
+                self._restart_sessions()
+                await asyncio.sleep(REATTACH_S)
 
     def replace(self, client: EndpointClient) -> None:
         """Use a new endpoint, once the old one has died."""
@@ -209,6 +217,12 @@ class EndpointLink:
 
     def _new_sender(self) -> BatchingSender[Command]:
         return BatchingSender(self._send, FORGET_S, self._urgent)
+
+    def _restart_sessions(self) -> None:
+        self._sender = self._new_sender()
+        sessions, self._sessions = self._sessions, {}
+        for events in sessions.values():
+            events.put_nowait(EndpointDied("the endpoint's process died, or its events are lost"))
 
     async def _send(self, commands: Sequence[Command]) -> None:
         assert self._attached is not None

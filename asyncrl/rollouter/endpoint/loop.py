@@ -122,9 +122,9 @@ class _ServedCalls:
             self._failed = asyncio.get_running_loop().create_future()
 
     async def _serve(self, call: StartedCall) -> None:
-        prompt, prefix = self._prompt(call)
         result: Completion | CallError
         try:
+            prompt, prefix = self._prompt(call)
             response = prompt.array()[prefix:]
             result = await self._generate(response, call.max_tokens, prefix, call.stop, call.sampling)
             self._completions[call.number] = result
