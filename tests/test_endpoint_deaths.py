@@ -114,18 +114,22 @@ async def test_the_endpoint_may_die_before_any_call_and_while_there_is_no_other(
         assert [type(s) for s in await making] == [Sample, Sample]
 
 
-async def test_a_sample_begins_again_when_events_are_lost(model, monkeypatch):
+async def test_an_agent_goes_on_when_events_are_lost(model, monkeypatch):
     monkeypatch.setattr(link, "REATTACH_S", 0.02)
 
     async def agent(task, http):
-        if len(system.agents.tasks) == 1:
-            system.client.loses = True
-        await chat(task, http, task.messages)
-        return float(len(system.agents.tasks))
+        first = await chat(task, http, task.messages)
+        system.client.loses = True
+        await chat(task, http, [*task.messages, first, *said("and now?")])
+        system.client.loses = True  # that it has ended
+        return 1.0
 
-    async with EndpointSystem(model, agent, counting(), orphan_s=0.05) as system:
-        assert (await made(system)).reward == 2.0
-        await until(lambda: len(system.endpoint._sessions) <= 1)
+    async with EndpointSystem(model, agent, counting()) as system:
+        sample = await made(system)
+        assert (sample.reward, len(system.agents.tasks)) == (1.0, 1)
+        log, prompt = system.policy.log, system.tokenizer.encode(PROMPT)
+        assert len(log) == 2, "no answer is sampled again"
+        assert sorted(trained_tokens(sample, prompt)) == sorted(sampled_tokens(log))
 
 
 async def test_the_endpoint_dies_while_a_sample_ends(model):

@@ -145,7 +145,7 @@ class EndpointClient(Protocol):
 
 
 class EndpointDied(RuntimeError):
-    """The endpoint's process died, and with it the agent, or its events are lost: the sample begins again."""
+    """The endpoint's process died, and with it the agent, which begins again; or events are lost, and it goes on."""
 
 
 class EndpointLink:
@@ -183,11 +183,11 @@ class EndpointLink:
                     tasks.create_task(sender.run())
                     tasks.create_task(self._receive(client))
             except* self._death:
-                self._restart_sessions()
+                self._end_sessions()
                 if self._client is client:
                     self._client = None
-            except* self._lost:  # the endpoint forgets the sessions of before
-                self._restart_sessions()
+            except* self._lost:  # the endpoint sends them again to those that are opened again
+                self._end_sessions()
                 await asyncio.sleep(REATTACH_S)
 
     def replace(self, client: EndpointClient) -> None:
@@ -218,7 +218,7 @@ class EndpointLink:
     def _new_sender(self) -> BatchingSender[Command]:
         return BatchingSender(self._send, FORGET_S, self._urgent)
 
-    def _restart_sessions(self) -> None:
+    def _end_sessions(self) -> None:
         self._sender = self._new_sender()
         sessions, self._sessions = self._sessions, {}
         for events in sessions.values():
