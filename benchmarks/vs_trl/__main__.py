@@ -42,7 +42,7 @@ from benchmarks.learning_curve import (
 from benchmarks.quickstart import ROOT, ensure_inputs
 
 RATES = (3e-4, 6e-4, 1e-3, 1.5e-3)
-# medians of seeds 0 to 4: TRL 193 s at 6e-4 and 295 s at 1e-3, where two never reach the target; asyncrl 58 s at 6e-4
+# medians of seeds 0 to 4: TRL 191 s at 6e-4 and 295 s at 1e-3, where two never reach the target; asyncrl 58 s at 6e-4
 # and 56 s at 1e-3. At 3e-4 neither side reaches it, at 1.5e-3 most runs diverge.
 RATE = {"asyncrl": 6e-4, "trl": 6e-4}
 MICRO_BATCH = 64
