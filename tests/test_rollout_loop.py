@@ -109,6 +109,32 @@ async def test_without_a_function_samples_without_a_reward_fail(inputs):
         assert system.recorder.drain().counters["rollout/failed_samples/no_reward"] >= 4
 
 
+class Cut(SingleTurn):
+    """Rewards its last sample; a limit ends the first one."""
+
+    async def run(self, prompt, index, generate):
+        sample = await super().run(prompt, index, generate)
+        finish = FinishReason.TURNS if index == 0 else FinishReason.STOP
+        return replace(sample, finish=finish, reward=1.0 if index == 3 else None)
+
+
+async def test_a_sample_that_a_limit_ended_before_its_reward_can_get_a_value(inputs, caplog):
+    alone = ("reward.function=none", "rollout.min_group_size=1", "algorithm.filter_zero_variance=false")
+    async with System(inputs, None, *alone, agent_loop=Cut) as system:
+        for group in await system.groups(2):
+            assert group.sample_index.tolist() == [3]
+    dropped = [r.getMessage() for r in caplog.records if "a sample without a reward is dropped" in r.getMessage()]
+    assert len(dropped) == 1
+    assert "a limit ended the sample (turns): reward.on_failure=value" in dropped[0]
+
+    async with System(
+        inputs, None, *alone, "reward.on_failure=value", "reward.failure_value=-1", agent_loop=Cut
+    ) as system:
+        for group in await system.groups(2):
+            assert (group.sample_index.tolist(), group.rewards.tolist()) == ([0, 3], [-1.0, 1.0])
+        assert system.recorder.drain().counters["rollout/failed_rewards/no_reward"] >= 2
+
+
 class BadReward(SingleTurn):
     async def run(self, prompt, index, generate):
         return replace(await super().run(prompt, index, generate), reward=1.0 if index else float("nan"))

@@ -391,6 +391,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(start, inputs, 
     assert run.wait(120) == 1, run.text
     assert "the last 5 groups were all dropped (5 × reward_error)" in run.text
     assert "this reward never works" in run.text
+    assert "Traceback" not in run.text
 
 
 def test_a_run_joins_a_cluster_and_returns_its_resources(inputs, tmp_path, ray_dir, monkeypatch):

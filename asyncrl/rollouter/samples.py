@@ -155,7 +155,8 @@ class SampleMaker:
 
         The reward function scores those to which the agent loop gave no reward, and with ``reward.function_share`` also
         the others. A sample whose reward fails becomes a failed one, or with reward.on_failure=value gets
-        reward.failure_value, so that a policy that makes the reward hang learns not to."""
+        reward.failure_value, so that a policy that makes the reward hang learns not to. So does one that nothing scores
+        because a limit ended its agent."""
         scored = [self._scorable(s) if isinstance(s, Sample) else s for s in made]
         config, graded = self._reward, [s for s in scored if isinstance(s, Sample)]
         asked = [s for s in graded if config.has_function and (s.reward is None or config.function_share)]
@@ -198,8 +199,24 @@ class SampleMaker:
         if not self.decodable([sample]):
             return _failed(sample, "token_out_of_vocabulary", "it has tokens outside the model's vocabulary")
         if sample.reward is None and not self._reward.has_function:
-            return _failed(sample, "no_reward", "the agent loop gave no reward, and reward.function is none")
+            return self._without_reward(sample)
         return sample
+
+    def _without_reward(self, sample: Sample) -> Sample | FailedSample:
+        """The failure of a sample that nothing scores; or the sample with reward.failure_value, if a limit ended it and
+        reward.on_failure=value, so that a policy that runs into the limit learns not to."""
+        message = "the agent loop gave no reward, and reward.function is none"
+        if sample.finish.truncated:
+            if self._reward.on_failure == "value":
+                self._recorder.count("rollout/failed_rewards/no_reward")
+                return dataclasses.replace(sample, reward=self._reward.failure_value)
+            message += (
+                f"; a limit ended the sample ({sample.finish.name.lower()}): reward.on_failure=value gives such ones "
+                "reward.failure_value"
+            )
+        if self._first("no_reward"):
+            log.warning("a sample without a reward is dropped; further ones are counted: %s", message)
+        return _failed(sample, "no_reward", message)
 
     def _answers(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Answer]:
         if self._rewards.takes_trajectories:

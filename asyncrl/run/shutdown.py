@@ -93,7 +93,9 @@ class Shutdown:
     def failed(self, error: BaseException) -> None:
         """Record a failure and log it with its traceback; one whose message says what to do needs none, and neither
         does an interruption."""
-        from asyncrl.run.placement_plan import PlacementError  # loads torch: not before the signal handlers are set
+        # not before the signal handlers are set: these load torch
+        from asyncrl.rollouter.drops import NothingToTrain
+        from asyncrl.run.placement_plan import PlacementError
 
         error = first_leaf(error)
         if isinstance(error, Interrupted):
@@ -102,7 +104,7 @@ class Shutdown:
         if isinstance(error, EpochOver) and self.failure is not None:
             return  # every closing step finds that the run has another driver
         self.failure = self.failure or f"{type(error).__name__}: {error}"
-        if isinstance(error, (ConfigError, PlacementError, EpochOver)):
+        if isinstance(error, (ConfigError, PlacementError, EpochOver, NothingToTrain)):
             log.error("%s", error)
         elif remote := remote_traceback(error):  # raised in an actor: the driver's own frames add nothing
             log.error("Traceback of an actor:\n%s", remote.strip())
