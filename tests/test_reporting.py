@@ -220,9 +220,15 @@ def test_a_long_step_prints_a_status_with_the_open_spans():
     ]
     for clock.s in (4.0, 8.0, 12.0, 16.0):
         console.spans(Batch("trainer/0", open_spans=waiting, gauges={"fully_async/in_flight": 31}))
-    lines = out.getvalue().splitlines()[2:]
-    assert len(lines) == 1
-    assert lines[0].split("…")[1].strip() == "12.0s after step 4 · in flight 31 · trainer/0: trainer/step 12.0s"
+    dropped = {"fully_async/dropped/zero_variance": 12, "fully_async/dropped/no_reward": 3, "fully_async/dropped/x": 0}
+    console.spans(Batch("driver", gauges=dropped))
+    clock.s = 26.0
+    console.spans(Batch("trainer/0"))
+    lines = [line.split("…")[1].strip() for line in out.getvalue().splitlines()[2:]]
+    assert lines == [
+        "12.0s after step 4 · in flight 31 · trainer/0: trainer/step 12.0s",
+        "26.0s after step 4 · in flight 31 · dropped 3 no reward, 12 zero variance",
+    ]
 
 
 class TerminalStream(io.StringIO):

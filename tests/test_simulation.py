@@ -359,18 +359,18 @@ def test_a_replica_that_takes_too_long_to_start_would_fail():
 
 
 def test_a_run_whose_syncs_fail_would_restart_its_replicas():
-    """A request of 400 s outlives the pause that waits for it, so that every sync fails."""
+    """A request of 80 s outlives the pause that waits for it, so that every sync fails."""
     options = config(
         "async_training.staleness_threshold=1",
         "async_training.partial_rollout=false",
-        "param_sync.deadlines.pause_s=5",
-        "rollout.max_response_tokens=20000",
-        "rollout.engine.max_context_tokens=20100",
+        "param_sync.deadlines.pause_s=1",
+        "rollout.max_response_tokens=4000",
+        "rollout.engine.max_context_tokens=4100",
         "supervision.max_restarts=50",
         "trainer.total_steps=3",
     )
-    long = profile(20_000, 20_000, 20)
-    with pytest.raises(ConfigError, match=r"would restart replica/0, which .*pause.* 5 s.*; --death-every-h and"):
+    long = profile(4_000, 4_000, 20)
+    with pytest.raises(ConfigError, match=r"would restart replica/0, which .*pause.* 1 s.*; --death-every-h and"):
         simulate(options, long)
     run = simulate(options, long, deaths=Deaths(after_s=1e9, start_s=2))
     assert run.deaths > 0

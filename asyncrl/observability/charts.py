@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from asyncrl.observability.series import Series
 from asyncrl.observability.sinks.console import SYNC_PHASES
+from asyncrl.sample_queue.messages import DROPPED_METRICS
 
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#3b76e1", "#e5832b", "#22a06b", "#d64550", "#8a63d2", "#8c96a5"
 PALETTE = (BLUE, ORANGE, GREEN, VIOLET, "#1aa3b8", "#c2529b", "#a08a2c", "#6b7ae8", "#9c6b4e", RED)
@@ -455,14 +456,15 @@ def family_chart(chart: FamilyChart, series: Series) -> go.Figure | None:
 
 def dropped_chart(series: Series) -> go.Figure | None:
     """Cumulative dropped groups by reason; None without any."""
-    prefix = "fully_async/dropped/"
-    reasons = [name for name in sorted(series) if name.startswith(prefix) and any(value for value in series[name][1])]
+    reasons = [
+        name for name in sorted(series) if name.startswith(DROPPED_METRICS) and any(value for value in series[name][1])
+    ]
     if not reasons:
         return None
     figure = go.Figure()
     for name, colour in zip(reasons, colours()):
         steps, values = _thin(*series[name])
-        label = name.removeprefix(prefix).replace("_", " ")
+        label = name.removeprefix(DROPPED_METRICS).replace("_", " ")
         figure.add_scatter(x=steps, y=values, name=label, mode="lines", line={"color": colour, "shape": "hv"})
     figure.update_yaxes(rangemode="tozero")
     return styled(figure)

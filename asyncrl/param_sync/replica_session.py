@@ -160,6 +160,7 @@ class EngineSession(ReplicaSession):
             raise self._error(phase, f"expected after {before}, but the last phase was {self._done or 'none'}")
         self._done = f"{phase} (not finished)"
         self._phase = under_way = asyncio.create_task(work(), name=phase)
+        under_way.add_done_callback(lambda task: task.cancelled() or task.exception())  # its caller may have given up
         try:
             result = await asyncio.shield(under_way)
         except asyncio.CancelledError:

@@ -20,6 +20,7 @@ from asyncrl.observability.trajectories import Decode, sampled_rows
 from asyncrl.processes.actor_client import ActorDied, DataLost
 from asyncrl.rollouter.engine_metrics import engine_metrics
 from asyncrl.rollouter.sources import several_sources, source_means
+from asyncrl.sample_queue.messages import DROPPED_METRICS
 from asyncrl.trainer.progress import Progress
 from asyncrl.types.groups import Group
 
@@ -136,7 +137,7 @@ class Monitor:
 
     async def on_end(self, progress: Progress, queue: Mapping[str, float]) -> None:
         counts = {k.removeprefix("fully_async/"): v for k, v in queue.items() if k.startswith("fully_async/count/")}
-        dropped = {k.removeprefix("fully_async/"): v for k, v in queue.items() if k.startswith("fully_async/dropped/")}
+        dropped = {k.removeprefix("fully_async/"): v for k, v in queue.items() if k.startswith(DROPPED_METRICS)}
         perf = {k: v for k, v in queue.items() if k.startswith("perf/")}
         self._summary |= {"version": str(progress.version), **counts, **dropped, **perf}
         self._summary |= self.efficiency.figures() if self.efficiency else {}
@@ -212,8 +213,9 @@ class Monitor:
 
     async def _queue_stats(self) -> dict[str, float]:
         stats: dict[str, float] = await self._system.queue.stats()
-        for name in ("fully_async/queue/depth", "fully_async/in_flight"):
-            self._recorder.gauge(name, stats[name])
+        for name, value in stats.items():
+            if name in ("fully_async/queue/depth", "fully_async/in_flight") or name.startswith(DROPPED_METRICS):
+                self._recorder.gauge(name, value)
         return stats
 
     async def _drain(self) -> None:

@@ -30,6 +30,7 @@ from asyncrl.sample_queue.acceptance import defect
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.group_state import GroupTable, QueueError
 from asyncrl.sample_queue.messages import (
+    DROPPED_METRICS,
     ONLY,
     OVERDUE,
     POISON,
@@ -412,7 +413,7 @@ class SampleQueue:
             "fully_async/queue/starved_s": self._starved_s + sum(now_s() - since for since in self._waits),
             "fully_async/in_flight": counts["in_flight"],
             **{f"fully_async/count/{name}": count for name, count in counts.items()},
-            **{f"fully_async/dropped/{reason}": count for reason, count in self._table.dropped.items()},
+            **{f"{DROPPED_METRICS}{reason}": count for reason, count in self._table.dropped.items()},
         }
 
     # -- inside ----------------------------------------------------------------------------------------------------

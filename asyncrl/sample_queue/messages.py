@@ -10,6 +10,7 @@ from asyncrl.types.versions import PolicyVersion
 OVERDUE = "overdue"  # drop reason: past the staleness bound
 POISON = "poison"  # drop reason: refused too often, or replicas died of it
 SKIPPED = "skipped"  # drop reason: --skip
+DROPPED_METRICS = "fully_async/dropped/"  # metrics of the queue, by drop reason
 
 
 class Holder(NamedTuple):

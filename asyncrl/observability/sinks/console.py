@@ -15,6 +15,7 @@ from asyncrl.observability.number_format import json_numbers, short_number, shor
 from asyncrl.observability.sinks.base import Sink, SinkSpec
 from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Batch
+from asyncrl.sample_queue.messages import DROPPED_METRICS
 
 _HEADER_EVERY = 25  # lines
 _PACE_STEPS = 20  # window of the ETA
@@ -110,12 +111,17 @@ class ConsoleSink(Sink):
             self._terminal.show(self._step, self._eta(), self._status())
 
     def _status(self) -> str:
-        """Time since the last step, queued and in-flight groups, and open spans."""
+        """Time since the last step; queued and in-flight groups, and those dropped so far by reason; open spans."""
         gauges = [
             f"{label} {_plain(self._gauges[name])}"
             for name, label in (("fully_async/queue/depth", "queued"), ("fully_async/in_flight", "in flight"))
             if name in self._gauges
         ]
+        if dropped := {k: n for k, n in self._gauges.items() if k.startswith(DROPPED_METRICS) and n}:
+            counts = (
+                f"{_plain(n)} {k.removeprefix(DROPPED_METRICS).replace('_', ' ')}" for k, n in sorted(dropped.items())
+            )
+            gauges.append(f"dropped {', '.join(counts)}")
         spans = [self._open_spans[actor] for actor in sorted(self._open_spans)]
         more = [f"and {len(spans) - _MAX_ACTORS} more"] if len(spans) > _MAX_ACTORS else []
         after = short_seconds(self._clock() - (self._steps[-1][1] if self._steps else self._began_s))
