@@ -392,6 +392,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(start, inputs, 
     assert "the last 5 groups were all dropped (5 × reward_error)" in run.text
     assert "this reward never works" in run.text
     assert "Traceback" not in run.text
+    assert "retries" not in run.text  # Ray's message about a lease that ends with the queue
 
 
 def test_a_run_joins_a_cluster_and_returns_its_resources(inputs, tmp_path, ray_dir, monkeypatch):

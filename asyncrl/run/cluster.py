@@ -320,6 +320,9 @@ class Cluster:
         await self._placement.settled()
         clients = (*self.rollouters.shards, *self.endpoints)  # they must end their children themselves
         closing = [client.once.close() for client in clients if client.handle is not None]
+        if self.queue.handle is not None:
+            # step 0 has no groups: only the lease that a failed step waits for ends, else Ray would log that it is repeated
+            closing.append(self.queue.once.release(0))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), CLOSING_S)
         await asyncio.to_thread(self._close)
