@@ -210,6 +210,16 @@ def test_the_last_line_says_how_the_run_ended(failed, stopped, line):
     assert out.getvalue().splitlines()[-1] == line
 
 
+def test_a_resumed_run_that_ends_before_its_first_step_counts_the_earlier_ones():
+    clock, out = Clock(), io.StringIO()
+    console = ConsoleSink(total_steps=8, stream=out, clock=clock)
+    hub = Hub([console])
+    hub.begin(5)
+    clock.s = 10.0
+    hub.close(stopped="the prompts ended")
+    assert out.getvalue() == "stopped after step 5/8, 10.0s: the prompts ended\n"
+
+
 def test_a_long_step_prints_a_status_with_the_open_spans():
     clock, out = Clock(), io.StringIO()
     console = ConsoleSink(total_steps=100, every_s=10.0, stream=out, clock=clock)

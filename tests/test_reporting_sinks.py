@@ -84,7 +84,7 @@ def test_a_sink_given_by_its_import_path_is_opened_beside_the_built_in_ones(tmp_
         (f"{__name__}:NoSpec", r"^reporting.sinks: .*:NoSpec is a class; expected an instance, such as SINK = NoSpec"),
         (
             f"{__name__}:NO_SINK",
-            r"^reporting.sinks: .*:NO_SINK made object, which lacks close, left, metrics, spans, trajectories; ",
+            r"^reporting.sinks: .*:NO_SINK made object, which lacks begin, close, left, metrics, spans, trajectories; ",
         ),
         (f"{__name__}:STRICT", r"^name: expected nice, found run$"),
         ("prometheus", r"^reporting.prometheus.port: expected a port to serve, found 0, but reporting.sinks names "),
@@ -98,7 +98,7 @@ def test_a_bad_sink_or_option_is_refused_in_one_line(tmp_path, sink, message):
 
 
 def test_sinks_that_are_open_are_closed_when_another_one_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="lacks close"):
+    with pytest.raises(ConfigError, match="lacks begin, close"):
         open_hub(config_of(f"reporting.sinks=[{__name__}:KEPT,{__name__}:NO_SINK]"), tmp_path)
     assert Kept.opened.calls == ["close"]
 

@@ -104,6 +104,8 @@ class Monitor:
         if self.efficiency is not None:
             return
         self.efficiency = EfficiencyTracker(*self._system.pool_resources())
+        self._hub.begin(progress.step)
+        self._summary["steps"] = progress.step
         await self._drain()
         self._window_s = now_s()
         self._window.clear()

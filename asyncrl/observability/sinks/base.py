@@ -18,6 +18,9 @@ class Sink:
     A sink overrides what it consumes; the default methods do nothing. All calls come from the driver's event loop, in
     order: a call that blocks delays the run. A sink that raises is switched off, and the run continues."""
 
+    def begin(self, step: int) -> None:
+        """Training begins, or a resumed run goes on, after so many steps."""
+
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Metrics of a train step, or validation results measured at ``step``; steps may repeat or go back."""
 

@@ -56,6 +56,9 @@ class ConsoleSink(Sink):
         self._gauges: dict[str, float] = {}
         self._open_spans: dict[str, str] = {}  # actor → its longest open span
 
+    def begin(self, step: int) -> None:
+        self._step = step
+
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         numbers = {name: value for name, value in json_numbers(values).items() if not name.startswith("reporting/")}
         known = {name: value for name, value in numbers.items() if value is not None}

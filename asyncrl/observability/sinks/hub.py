@@ -16,6 +16,7 @@ class Hub:
     """Calls its sinks in order, in the caller's thread::
 
         hub = Hub([ConsoleSink(total_steps=100), JsonlSink(run_dir)])
+        hub.begin(0)
         hub.metrics(step, values)
         hub.spans(recorder.drain())
         hub.trajectories(rows)
@@ -29,6 +30,10 @@ class Hub:
         self._sinks = list(sinks)
         self._failed: list[Sink] = []
         self.failures: dict[str, str] = {}
+
+    def begin(self, step: int) -> None:
+        for sink in list(self._sinks):
+            self._call(sink, "begin", step)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         for sink in list(self._sinks):

@@ -46,6 +46,10 @@ class PrometheusSink(Sink):
         self._server.set_app(self._answer)
         self.port = self._server.server_port
 
+    def begin(self, step: int) -> None:
+        with self._lock:
+            self._step = step
+
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         numbers = json_numbers(values)
         with self._lock:
