@@ -98,6 +98,20 @@ def test_merged_weights_equal_the_policy(checkpoint, start_rank, tmp_path, targe
     assert len(changed) == {"all-linear": 14, "layers.1.mlp.down_proj": 1}.get(targets[0], 6)
 
 
+def test_weights_are_merged_for_engines_of_another_dtype(checkpoint, start_rank, tmp_path):
+    config = lora_config(checkpoint)
+    config.param_sync.adapters = config.checkpoint.export_lora = "merged"
+    config.rollout.engine.dtype = "bfloat16"
+    rank = start_rank(config)
+    train(rank, 1)
+    rank.export_hf(tmp_path / "hf")
+    written, sent = read_tensors(tmp_path / "hf"), weights(rank)
+    assert {t.name: getattr(torch, t.dtype) for t in rank.manifest().sent()} == {n: t.dtype for n, t in sent.items()}
+    assert all(tensor.dtype == torch.bfloat16 for tensor in sent.values())
+    assert all(written[name].dtype == torch.float32 for name in sent)  # as the checkpoint's config.json says
+    assert all(torch.equal(written[name].bfloat16(), tensor) for name, tensor in sent.items())
+
+
 def test_the_manifest_lists_everything_and_can_omit_its_base(checkpoint, start_rank):
     config = lora_config(checkpoint)
     config.rollout.engine.dtype = "bfloat16"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -124,8 +125,9 @@ class Export:
         ]
         if embedding := self._weights.tied_to:
             specs.append(TensorSpec("lm_head.weight", dtype, shapes[embedding], "target", tied_to=embedding))
-        frozen_draft = self._adapter is not None and not any(map(is_draft, self._weights.trained))
-        return Manifest(tuple(specs), self._adapter, frozen_draft)
+        adapter = dataclasses.replace(self._adapter, dtype=dtype) if self._adapter is not None else None
+        frozen_draft = adapter is not None and not any(map(is_draft, self._weights.trained))
+        return Manifest(tuple(specs), adapter, frozen_draft)
 
     def _sent(
         self, dtype: torch.dtype, wanted: Callable[[str], bool] = lambda name: True, exact: bool = False
