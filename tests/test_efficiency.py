@@ -18,14 +18,20 @@ def test_pools_that_never_wait_are_as_fast_as_the_slower_one():
     }
 
 
-def test_waiting_and_tokens_that_are_never_trained_lower_the_fraction():
+def test_waiting_lowers_the_fraction():
     waiting = EfficiencyTracker(1, 1, "CPU")
     waiting.step(4.0, trained=1000, training_s=2.0, generated=1000, generating_s=2.0, rewarding_s=0.0, unthrottled=True)
     assert waiting.figures()["fraction_of_ideal"] == 0.5
-    # half of the generated tokens are dropped: the rollouter is always busy
-    dropping = EfficiencyTracker(1, 1, "CPU")
-    dropping.step(2.0, trained=500, training_s=0.5, generated=1000, generating_s=2.0, rewarding_s=0.0, unthrottled=True)
-    assert dropping.figures()["fraction_of_ideal"] == 0.5
+
+
+def test_groups_that_are_dropped_are_work_of_the_rollouter():
+    """Half of them are: it is always busy, and generates twice what is trained."""
+    tracker = EfficiencyTracker(1, 1, "CPU")
+    for dropped in (4, 4, 4, 4):
+        tracker.step(2.0, 500, 0.5, 1000, 2.0, rewarding_s=0.0, unthrottled=True, ended=8, dropped=dropped)
+    assert tracker.figures()["fraction_of_ideal"] == pytest.approx(1)
+    assert tracker.balance() == pytest.approx(4)
+    assert "of 2 CPUs, 0.4 for training and 1.6 for generation" in tracker.advice()
 
 
 def test_a_throttled_rollouter_does_not_count_as_slow():

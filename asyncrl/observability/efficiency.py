@@ -1,8 +1,9 @@
 """Efficiency of the run: its speed relative to pools that never wait for each other, and the split that balances them.
 
-A step of D trained tokens takes the trainer T_train = D / its rate and the rollouter T_rollout = D / its rate, with
-rates in tokens per busy second. Without waits a step takes ``max(T_train, T_rollout)``: the ideal. The fraction of the
-ideal is the ideal divided by the step's real time; waits, syncs and dropped tokens lower it.
+A step of D trained tokens takes the trainer T_train = D / its rate and the rollouter T_rollout = D / (kept · its rate),
+with rates in tokens per busy second; ``kept`` is the share of the generated groups that are not dropped. Without waits
+a step takes ``max(T_train, T_rollout)``: the ideal. The fraction of the ideal is the ideal divided by the step's real
+time; waits and syncs lower it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class EfficiencyTracker:
     rollout_work: float = 0.0
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _rollout_rate: float = math.nan  # running mean
+    _ended: float = 0.0  # groups, the later ones weigh more
+    _dropped: float = 0.0  # of these
 
     def resize(self, trainer: float, rollout: float) -> None:
         """The sizes of the pools."""
@@ -63,19 +66,25 @@ class EfficiencyTracker:
         generating_s: float,
         rewarding_s: float,
         unthrottled: bool,
+        ended: float = 0.0,
+        dropped: float = 0.0,
     ) -> dict[str, float]:
         """Metrics of a step of ``seconds`` that trained ``trained`` tokens while ``generated`` tokens were generated.
 
         ``training_s``, ``generating_s``: busy seconds, the mean over a pool's actors. ``rewarding_s``: seconds in which
         samples waited for their rewards. A rollouter throttled to the trainer's pace (not ``unthrottled``) understates
-        its rate, so its last unthrottled rate is kept."""
+        its rate, so its last unthrottled rate is kept. ``ended``: groups that were accepted or dropped meanwhile,
+        ``dropped`` of them."""
         if generating_s > 0 and generated > 0 and (unthrottled or math.isnan(self._rollout_rate)):
             rate = generated / generating_s
             known = not math.isnan(self._rollout_rate)
             self._rollout_rate = (1 - RECENT) * self._rollout_rate + RECENT * rate if known else rate
         if not trained or not training_s or math.isnan(self._rollout_rate):
             return {}
-        rollout_s = trained / self._rollout_rate
+        self._ended = (1 - RECENT) * self._ended + ended
+        self._dropped = (1 - RECENT) * self._dropped + dropped
+        kept = 1 - self._dropped / self._ended if self._ended > self._dropped else 1.0
+        rollout_s = trained / (kept * self._rollout_rate)
         ideal_s = max(training_s, rollout_s)
         self.seconds += seconds
         self.ideal_s += ideal_s

@@ -89,6 +89,7 @@ class Monitor:
         self._groups: deque[Any] = deque(maxlen=MAX_GROUPS)  # shapes of the newest
         self._profile: dict[str, Any] | None = None
         self._summary: dict[str, Any] = {}
+        self._ended = (0.0, 0.0)  # at the last step, see `_ended`
 
     async def run(self) -> None:
         while True:
@@ -104,6 +105,7 @@ class Monitor:
         if self.efficiency is not None:
             return
         self.efficiency = EfficiencyTracker(*self._system.pool_resources())
+        self._ended = _ended(await self._queue_stats())
         self._hub.begin(progress.step)
         self._summary["steps"] = progress.step
         await self._drain()
@@ -125,7 +127,8 @@ class Monitor:
         if self.efficiency is not None:
             trainer, rollout, _ = self._system.pool_resources()
             self.efficiency.resize(trainer, rollout)
-        values = dict(metrics) | window | self._efficiency_metrics(metrics, window) | await self._queue_stats()
+        queue = await self._queue_stats()
+        values = dict(metrics) | window | self._efficiency_metrics(metrics, window, queue) | queue
         if (paused_s := metrics.get("param_sync/paused_total_s")) is not None:
             self._syncs.append({name: v for name, v in metrics.items() if name.startswith("param_sync/")})
             generating_s = len(self._system.replica_names) * values["perf/step_s"] - paused_s
@@ -198,11 +201,15 @@ class Monitor:
         values |= {k: v for k, v in self._gauges.items() if k.startswith(_GAUGES)}
         return values | {k: v for k, v in self._totals.items() if k.startswith(_TOTALS)}
 
-    def _efficiency_metrics(self, metrics: Mapping[str, float], window: Mapping[str, float]) -> dict[str, float]:
+    def _efficiency_metrics(
+        self, metrics: Mapping[str, float], window: Mapping[str, float], queue: Mapping[str, float]
+    ) -> dict[str, float]:
         """Step time relative to the ideal, see `asyncrl.observability.efficiency`."""
         if self.efficiency is None:
             return {}
         seconds = window["perf/step_s"]
+        (ended_before, dropped_before), self._ended = self._ended, _ended(queue)
+        ended, dropped = self._ended
         return self.efficiency.step(
             seconds,
             trained=metrics.get("trainer/trained_tokens", 0.0),
@@ -211,6 +218,8 @@ class Monitor:
             generating_s=(1 - window["fully_async/rollouter/idle_ratio"]) * seconds,
             rewarding_s=window["fully_async/rewarding_ratio"] * seconds,
             unthrottled=min(self._widths.values(), default=math.inf) >= self._config.rollout.engine.slots,
+            ended=ended - ended_before,
+            dropped=dropped - dropped_before,
         )
 
     async def _queue_stats(self) -> dict[str, float]:
@@ -257,3 +266,9 @@ class Monitor:
         except (ActorDied, DataLost):
             pass
         return Batch(name)
+
+
+def _ended(queue: Mapping[str, float]) -> tuple[float, float]:
+    """Groups that the queue has accepted or dropped so far, and the dropped ones."""
+    count = lambda state: queue.get(f"fully_async/count/{state}", 0.0)
+    return count("queued") + count("leased") + count("trained") + count("dropped"), count("dropped")
