@@ -26,7 +26,7 @@ from asyncrl.run import run_folder
 from tests.support.faults import OPTIONS, FaultyRun, audit, restores
 from tests.support.tiny import overrides
 
-STEPS = 10
+STEPS = 8
 DETERMINISTIC = (
     f"trainer.total_steps={STEPS}",
     "async_training.staleness_threshold=0",
