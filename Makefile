@@ -73,17 +73,19 @@ test-install-short: venv
 test-faults: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m pytest -q -m "faults and not slow" -o timeout=900
 
-# storms of faults, without Ray and over whole runs; everything is drawn from SEED
+# storms of faults, without Ray and over whole runs, and of options; everything is drawn from SEED
 SEED ?= 1
 torture: venv
 	$(BIN)/python -m tests.torture.fast $(SEED)
 	$(BIN)/python -m tests.torture.storm $(SEED)
 	$(BIN)/python -m tests.torture.storm $(SEED) --machines 2
+	$(BIN)/python -m tests.torture.options $(SEED)
 
 torture-short: venv
 	$(BIN)/python -m tests.torture.fast 1 --faults 60
 	$(BIN)/python -m tests.torture.storm 1 --faults 6 --steps 20
 	$(BIN)/python -m tests.torture.storm 2 --faults 4 --steps 20 --machines 2
+	$(BIN)/python -m tests.torture.options 1 --runs 1
 
 test-slow: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m pytest -q -m slow -o timeout=1500

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.options import known_keys
+from tests.torture.options import CHOICES
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -32,3 +35,8 @@ def test_no_fault_of_disks_and_processes_loses_or_repeats_anything():
 )
 def test_storms_that_once_found_something(seed):
     storm("--storm", str(seed), "--faults", "12")
+
+
+def test_the_options_of_the_storm_exist():
+    drawn = {option.partition("=")[0] for choice in CHOICES for options in choice for option in options.split()}
+    assert drawn <= known_keys().keys()
