@@ -166,13 +166,13 @@ def audit(
     staleness_bound: int = 1,
     journal: Path | None = None,
     in_order: bool = True,
-    steps_per_version: int = 1,
+    steps_per_version: int | None = 1,
 ) -> None:
     """Check the ledger of a finished run whose steps trained ``batches`` groups each.
 
     The groups issued are the first prompts of the order, each once. Each is dropped, or trained once, within the
     staleness bound and, unless ``in_order`` is false, in the order of issue. ``journal``: folder of the ledger, if not
-    ``folder``."""
+    ``folder``. ``steps_per_version``: None if their number or size has changed, so that versions began anew."""
     run, folder = folder, journal or folder
     assert asyncrl.cli.ledger.main([str(folder)]) == 0
     columns = "uid, state, step, final, trained_number - oldest_number"
@@ -195,7 +195,8 @@ def audit(
         assert _query(folder, f"SELECT uid FROM groups WHERE {which}_number NOT NULL AND NOT {known}") == []
     versions = _query(folder, "SELECT lineage, number FROM versions WHERE published_s NOT NULL ORDER BY published_s")
     assert versions == sorted(set(versions))
-    assert [number for _, number in versions][-1] == (len(batches) - 1) // steps_per_version
+    if steps_per_version is not None:
+        assert [number for _, number in versions][-1] == (len(batches) - 1) // steps_per_version
 
 
 def restores(folder: Path) -> int:

@@ -103,9 +103,9 @@ class Options:
         """``kept``: options of the run to resume; those of them that must not change stay, and only others are drawn.
         Raises AssertionError for a refusal that no choice of the drawn ones explains."""
         choices = [self._draw.choice(choice).split() for choice in self._draw.sample(CHOICES, DRAWN)]
-        fixed = [option for option in kept if not may_change(_key(option)) or _key(option) == _TRIGGER]
+        fixed = [option for option in kept if not may_change(_key(option))]
         if kept:
-            choices = [c for c in choices if all(may_change(_key(o)) and _key(o) != _TRIGGER for o in c)]
+            choices = [c for c in choices if all(may_change(_key(o)) for o in c)]
         fixed.append(f"trainer.total_steps={steps}")
         while (refusal := self._refusal([*fixed, *(o for c in choices for o in c)])) is not None:
             print(f"  left out: {refusal.splitlines()[0]}", flush=True)
@@ -123,9 +123,6 @@ class Options:
         except ConfigError as e:
             return str(e)
         return None
-
-
-_TRIGGER = "async_training.trigger_parameter_sync_step"  # the audit has one number of steps per version
 
 
 def _key(option: str) -> str:
@@ -183,7 +180,7 @@ def _audit(folder: Path, parts: Sequence[Config], steps: Sequence[int]) -> None:
             [size for size, count in zip(sizes, steps, strict=True) for _ in range(count)],
             sum(steps) if masks else max(derive(c).staleness_bound for c in parts),
             in_order=all(c.async_training.queue_policy == "fifo" for c in parts),
-            steps_per_version=parts[0].async_training.trigger_parameter_sync_step,
+            steps_per_version=parts[0].async_training.trigger_parameter_sync_step if len(parts) == 1 else None,
         )
 
 
