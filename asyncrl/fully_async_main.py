@@ -56,6 +56,7 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
         config = with_overridden_model(config, folder.path)
         configure_logging("driver", folder.logs)
         hub, recorder = open_hub(config, folder.path), Recorder("driver")
+        hub.begin(folder.checkpoint.metadata.step if folder.checkpoint is not None else 0)
         cluster = Cluster(config, found, folder)
         monitor = Monitor(config, hub, recorder, cluster, found.tokenizer.hf.decode, cluster.end)
         try:

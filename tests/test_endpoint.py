@@ -203,6 +203,16 @@ async def test_a_prompt_beyond_the_context_is_refused_with_both_figures(model):
         await made(system)
 
 
+async def test_an_agent_that_ends_at_a_prompt_beyond_the_context_ends_by_length(model):
+    async def agent(task, http):
+        await chat(task, http, task.messages)
+        await chat(task, http, [{"role": "user", "content": "long " * 100}])
+
+    async with EndpointSystem(model, agent, counting(), max_response_tokens=50) as system:
+        sample = await made(system)
+        assert (sample.finish, sample.reward, len(system.policy.log)) == (FinishReason.LENGTH, None, 1)
+
+
 async def test_an_agent_whose_process_is_lost_after_a_refusal_begins_again(model):
     """Only its own end after a refusal is a good one."""
 

@@ -123,9 +123,10 @@ async def test_a_sample_that_a_limit_ended_before_its_reward_can_get_a_value(inp
     async with System(inputs, None, *alone, agent_loop=Cut) as system:
         for group in await system.groups(2):
             assert group.sample_index.tolist() == [3]
-    dropped = [r.getMessage() for r in caplog.records if "a sample without a reward is dropped" in r.getMessage()]
-    assert len(dropped) == 1
-    assert "a limit ended the sample (turns): reward.on_failure=value" in dropped[0]
+    logged = [r.getMessage() for r in caplog.records if "a sample without a reward fails" in r.getMessage()]
+    assert len(logged) == 2
+    assert "a limit ended the sample (turns): reward.on_failure=value" in logged[0]
+    assert logged[1].endswith("the agent loop gave no reward, and reward.function is none")
 
     async with System(
         inputs, None, *alone, "reward.on_failure=value", "reward.failure_value=-1", agent_loop=Cut

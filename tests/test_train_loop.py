@@ -403,9 +403,11 @@ class System:
     def __init__(self, **drains) -> None:
         self.queue = self.ranks = self
         self._drains = drains
+        self.groups = dict.fromkeys(("count/queued", "count/leased", "count/trained", "count/dropped"), 0)
 
     async def stats(self):
-        return {"fully_async/queue/depth": 0, "fully_async/in_flight": 0}
+        groups = {f"fully_async/{name}": count for name, count in self.groups.items()}
+        return {"fully_async/queue/depth": 0, "fully_async/in_flight": 0, **groups}
 
     def pool_resources(self):
         return 1.0, 1.0, "CPU"
@@ -473,6 +475,20 @@ async def test_actors_on_machines_with_other_clocks_are_busy_as_they_were(clocks
 async def late(answers: asyncio.Event) -> Batch:
     await answers.wait()
     return Recorder("replica/2").drain()
+
+
+async def test_groups_that_were_generated_and_dropped_count_as_generation():
+    rank, replica = Recorder("trainer/0"), Recorder("replica/0")
+    monitor = await monitored(rank, replica)
+    with rank.span("trainer/step"), replica.span("rollout/generate"):
+        await asyncio.sleep(0.05)
+    replica.count("rollout/tokens", 1000)
+    # of eight that were generated half are kept
+    monitor._system.groups = {"count/queued": 1, "count/leased": 1, "count/trained": 2, "count/dropped": 6}
+    monitor._system.groups |= {"dropped/zero_variance": 4, "dropped/prompt_too_long": 2}
+    values = await monitor.on_step(at(1), {"trainer/trained_tokens": 100})
+    busy = 1 - values["fully_async/rollouter/idle_ratio"]
+    assert values["perf/rollout_alone_tokens_per_s"] == pytest.approx(values["perf/rollout_tokens_per_s"] / busy / 2)
 
 
 async def test_a_removed_replica_leaves_the_sinks(monkeypatch):

@@ -252,7 +252,7 @@ class RewardConfig(Section):
     timeout_s: PositiveFloat = 10.0
     memory_mb: PositiveInt = 4096  # MiB for a worker and all that it starts together; beyond it as on timeout
     file_mb: PositiveInt = 256  # MiB of one file, and of all files together in a worker's working directory
-    # a sample whose reward fails twice, or which a limit ended before its agent gave a reward, without a function: drop
+    # a sample whose reward fails twice or, without a function, which a limit ended before its agent gave one; drop
     # removes it from its group, value gives it failure_value
     on_failure: Literal["drop", "value"] = "drop"
     failure_value: float = 0.0

@@ -152,7 +152,8 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart(
             "Tokens per second while busy",
-            "Throughput of each pool without its idle time; the slower pool is the bottleneck.",
+            "Throughput of each pool without its idle time and the tokens of dropped groups; the slower pool is the "
+            "bottleneck.",
             (
                 Line("perf/trainer_alone_tokens_per_s", "trainer", BLUE),
                 Line("perf/rollout_alone_tokens_per_s", "rollouter", ORANGE),

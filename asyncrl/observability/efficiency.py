@@ -79,12 +79,12 @@ class EfficiencyTracker:
             rate = generated / generating_s
             known = not math.isnan(self._rollout_rate)
             self._rollout_rate = (1 - RECENT) * self._rollout_rate + RECENT * rate if known else rate
-        if not trained or not training_s or math.isnan(self._rollout_rate):
-            return {}
         self._ended = (1 - RECENT) * self._ended + ended
         self._dropped = (1 - RECENT) * self._dropped + dropped
-        kept = 1 - self._dropped / self._ended if self._ended > self._dropped else 1.0
-        rollout_s = trained / (kept * self._rollout_rate)
+        if not trained or not training_s or math.isnan(self._rollout_rate):
+            return {}
+        kept_rate = max(self._ended - self._dropped, 1.0) / max(self._ended, 1.0) * self._rollout_rate
+        rollout_s = trained / kept_rate
         ideal_s = max(training_s, rollout_s)
         self.seconds += seconds
         self.ideal_s += ideal_s
@@ -96,7 +96,7 @@ class EfficiencyTracker:
         self.recent.append((training_s, rollout_s))
         return {
             "perf/trainer_alone_tokens_per_s": trained / training_s,
-            "perf/rollout_alone_tokens_per_s": self._rollout_rate,
+            "perf/rollout_alone_tokens_per_s": kept_rate,
             "perf/ideal_step_s": ideal_s,
             "perf/fraction_of_ideal": ideal_s / seconds,
         }

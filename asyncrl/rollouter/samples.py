@@ -28,6 +28,7 @@ from asyncrl.rollouter.rewards.replies import checked
 from asyncrl.rollouter.router import Router
 from asyncrl.rollouter.sampling import random_key
 from asyncrl.rollouter.tokenizer import PromptTokenizer
+from asyncrl.sample_queue.messages import PROMPT_REFUSED, PROMPT_TOO_LONG
 from asyncrl.types.prompts import Prompt
 from asyncrl.types.samples import Sample, TokenSequence
 from asyncrl.types.trajectories import Trajectory, TrajectorySequence
@@ -107,7 +108,7 @@ class SampleMaker:
             return PromptTokens(self.tokenizer.encode(prompt))
         except Exception as e:  # of the chat template, which may raise anything
             refused = f"prompt {prompt.prompt_id} cannot be encoded ({type(e).__name__}: {e})"
-            if self._first("prompt_refused"):
+            if self._first(PROMPT_REFUSED):
                 log.warning("%s: its samples fail; further such prompts are counted", refused)
             return PromptTokens(np.empty(0, np.int32), refused)
 
@@ -116,12 +117,12 @@ class SampleMaker:
     ) -> list[Sample | FailedSample]:
         """Complete each partial sample. ``places`` are given back as samples wait for their agent loops, and end."""
         if task.refused:
-            return [FailedSample("prompt_refused", task.refused)] * len(partials)
+            return [FailedSample(PROMPT_REFUSED, task.refused)] * len(partials)
         if len(task.tokens) > self._max_prompt_tokens:
             message = (
                 f"prompt of {len(task.tokens)} tokens, at most {self._max_prompt_tokens} leave room for the response"
             )
-            return [FailedSample("prompt_too_long", message)] * len(partials)
+            return [FailedSample(PROMPT_TOO_LONG, message)] * len(partials)
 
         async def one(index: int, partial: PartialSample) -> Sample | FailedSample:
             try:
@@ -214,8 +215,8 @@ class SampleMaker:
                 f"; a limit ended the sample ({sample.finish.name.lower()}): reward.on_failure=value gives such ones "
                 "reward.failure_value"
             )
-        if self._first("no_reward"):
-            log.warning("a sample without a reward is dropped; further ones are counted: %s", message)
+        if self._first(message):
+            log.warning("a sample without a reward fails; further ones are counted: %s", message)
         return _failed(sample, "no_reward", message)
 
     def _answers(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Answer]:

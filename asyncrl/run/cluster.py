@@ -321,7 +321,8 @@ class Cluster:
         clients = (*self.rollouters.shards, *self.endpoints)  # they must end their children themselves
         closing = [client.once.close() for client in clients if client.handle is not None]
         if self.queue.handle is not None:
-            # step 0 has no groups: only a failed step's waiting lease ends, which Ray would else log as to be retried
+            # step 0 has no groups: only a failed step's waiting lease ends, which Ray would else log as to be retried.
+            # After a run that has finished the call fails, since its journal is closed.
             closing.append(self.queue.once.release(0))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), CLOSING_S)

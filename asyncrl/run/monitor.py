@@ -20,7 +20,7 @@ from asyncrl.observability.trajectories import Decode, sampled_rows
 from asyncrl.processes.actor_client import ActorDied, DataLost
 from asyncrl.rollouter.engine_metrics import engine_metrics
 from asyncrl.rollouter.sources import several_sources, source_means
-from asyncrl.sample_queue.messages import DROPPED_METRICS
+from asyncrl.sample_queue.messages import DROPPED_METRICS, PROMPT_REFUSED, PROMPT_TOO_LONG, SKIPPED
 from asyncrl.trainer.progress import Progress
 from asyncrl.types.groups import Group
 
@@ -32,6 +32,8 @@ DRAIN_PATIENCE_S = 1.0  # for an answer; a later one is taken in the next round
 
 #: gauges that are metrics of a step, too
 _GAUGES = ("rollout/curriculum/",)
+#: drop reasons of groups without samples
+_NOT_GENERATED = (PROMPT_REFUSED, PROMPT_TOO_LONG, SKIPPED)
 #: counters reported as totals since training began, not per step
 _TOTALS = (
     "rollout/failed_samples/",
@@ -104,10 +106,8 @@ class Monitor:
         """Starts the figures of this driver at its first version, where training begins."""
         if self.efficiency is not None:
             return
-        self.efficiency = EfficiencyTracker(*self._system.pool_resources())
         self._ended = _ended(await self._queue_stats())
-        self._hub.begin(progress.step)
-        self._summary["steps"] = progress.step
+        self.efficiency = EfficiencyTracker(*self._system.pool_resources())
         await self._drain()
         self._window_s = now_s()
         self._window.clear()
@@ -218,8 +218,8 @@ class Monitor:
             generating_s=(1 - window["fully_async/rollouter/idle_ratio"]) * seconds,
             rewarding_s=window["fully_async/rewarding_ratio"] * seconds,
             unthrottled=min(self._widths.values(), default=math.inf) >= self._config.rollout.engine.slots,
-            ended=ended - ended_before,
-            dropped=dropped - dropped_before,
+            ended=max(0.0, ended - ended_before),  # fewer after a death of the queue
+            dropped=max(0.0, dropped - dropped_before),
         )
 
     async def _queue_stats(self) -> dict[str, float]:
@@ -269,6 +269,9 @@ class Monitor:
 
 
 def _ended(queue: Mapping[str, float]) -> tuple[float, float]:
-    """Groups that the queue has accepted or dropped so far, and the dropped ones."""
-    count = lambda state: queue.get(f"fully_async/count/{state}", 0.0)
-    return count("queued") + count("leased") + count("trained") + count("dropped"), count("dropped")
+    """Groups that the queue has accepted or dropped so far, and the dropped ones, without those that nobody
+    generated."""
+    accepted = sum(queue[f"fully_async/count/{state}"] for state in ("queued", "leased", "trained"))
+    dropped = queue["fully_async/count/dropped"]
+    dropped -= sum(queue.get(f"{DROPPED_METRICS}{reason}", 0.0) for reason in _NOT_GENERATED)
+    return accepted + dropped, dropped

@@ -10,6 +10,8 @@ from asyncrl.types.versions import PolicyVersion
 OVERDUE = "overdue"  # drop reason: past the staleness bound
 POISON = "poison"  # drop reason: refused too often, or replicas died of it
 SKIPPED = "skipped"  # drop reason: --skip
+PROMPT_REFUSED = "prompt_refused"  # drop reason: by the chat template
+PROMPT_TOO_LONG = "prompt_too_long"  # drop reason: longer than data.max_prompt_tokens
 DROPPED_METRICS = "fully_async/dropped/"  # metrics of the queue, by drop reason
 
 

@@ -100,13 +100,12 @@ class Options:
         self._base = overrides(inputs, folder, *OPTIONS, f"data.validation_files=[{inputs / 'heldout.jsonl'}]")
 
     def drawn(self, kept: Sequence[str] = (), steps: int = STEPS) -> list[str]:
-        """``kept``: options of the run to resume; those of them that must not change stay, and only others are drawn.
-        Raises AssertionError for a refusal that no choice of the drawn ones explains."""
+        """``kept``: options of the run to resume, beside which others that may change are drawn. Raises AssertionError
+        for a refusal that none of the drawn ones explains."""
         choices = [self._draw.choice(choice).split() for choice in self._draw.sample(CHOICES, DRAWN)]
-        fixed = [option for option in kept if not may_change(_key(option))]
+        fixed = [*kept, f"trainer.total_steps={steps}"]
         if kept:
             choices = [c for c in choices if all(may_change(_key(o)) for o in c)]
-        fixed.append(f"trainer.total_steps={steps}")
         while (refusal := self._refusal([*fixed, *(o for c in choices for o in c)])) is not None:
             print(f"  left out: {refusal.splitlines()[0]}", flush=True)
             assert choices, f"refused without any drawn option: {refusal}"
@@ -136,7 +135,7 @@ def storm(seed: int) -> None:
     source, validation = Options(draw, inputs, folder), f"data.validation_files=[{inputs / 'heldout.jsonl'}]"
     first = source.drawn()
     print(f"seed {seed}: {' '.join(first)} ({scratch})", flush=True)
-    _through(inputs, folder, [validation, *first], draw.choice([*ACTORS, "driver"]), draw.randint(1, STEPS - 2))
+    _through(inputs, folder, [validation, *first], draw.choice([*ACTORS, "driver"]), draw.randint(1, STEPS // 2))
     before = source.config(first)
     _audit(folder, [before], [STEPS])
 

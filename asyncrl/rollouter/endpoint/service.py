@@ -205,6 +205,7 @@ class Endpoint:
                     own = not e.retry or (bool(self._config.command) and e.reason == "agent_exited")
                     if not (own and session.refused_for_length and session.turns.all):
                         raise
+                    finish = FinishReason.LENGTH
             await cancelled([running])
             await session.settle()
         finally:
