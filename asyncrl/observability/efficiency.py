@@ -83,6 +83,7 @@ class EfficiencyTracker:
         self._dropped = (1 - RECENT) * self._dropped + dropped
         if not trained or not training_s or math.isnan(self._rollout_rate):
             return {}
+        # of at least one group, since a resumed run trains what its queue held while all that it makes may be dropped
         kept_rate = max(self._ended - self._dropped, 1.0) / max(self._ended, 1.0) * self._rollout_rate
         rollout_s = trained / kept_rate
         ideal_s = max(training_s, rollout_s)

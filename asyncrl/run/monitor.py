@@ -91,7 +91,7 @@ class Monitor:
         self._groups: deque[Any] = deque(maxlen=MAX_GROUPS)  # shapes of the newest
         self._profile: dict[str, Any] | None = None
         self._summary: dict[str, Any] = {}
-        self._ended = (0.0, 0.0)  # at the last step, see `_ended`
+        self._ended = (0.0, 0.0)  # at the last step, see `_ended_groups`
 
     async def run(self) -> None:
         while True:
@@ -106,7 +106,7 @@ class Monitor:
         """Starts the figures of this driver at its first version, where training begins."""
         if self.efficiency is not None:
             return
-        self._ended = _ended(await self._queue_stats())
+        self._ended = _ended_groups(await self._queue_stats())
         self.efficiency = EfficiencyTracker(*self._system.pool_resources())
         await self._drain()
         self._window_s = now_s()
@@ -208,7 +208,7 @@ class Monitor:
         if self.efficiency is None:
             return {}
         seconds = window["perf/step_s"]
-        (ended_before, dropped_before), self._ended = self._ended, _ended(queue)
+        (ended_before, dropped_before), self._ended = self._ended, _ended_groups(queue)
         ended, dropped = self._ended
         return self.efficiency.step(
             seconds,
@@ -268,7 +268,7 @@ class Monitor:
         return Batch(name)
 
 
-def _ended(queue: Mapping[str, float]) -> tuple[float, float]:
+def _ended_groups(queue: Mapping[str, float]) -> tuple[float, float]:
     """Groups that the queue has accepted or dropped so far, and the dropped ones, without those that nobody
     generated."""
     accepted = sum(queue[f"fully_async/count/{state}"] for state in ("queued", "leased", "trained"))

@@ -172,7 +172,7 @@ def audit(
 
     The groups issued are the first prompts of the order, each once. Each is dropped, or trained once, within the
     staleness bound and, unless ``in_order`` is false, in the order of issue. ``journal``: folder of the ledger, if not
-    ``folder``. ``steps_per_version``: None if their number or size has changed, so that versions began anew."""
+    ``folder``. ``steps_per_version``: None if their number or size has changed, after which a version starts over."""
     run, folder = folder, journal or folder
     assert asyncrl.cli.ledger.main([str(folder)]) == 0
     columns = "uid, state, step, final, trained_number - oldest_number"
