@@ -568,6 +568,34 @@ async def test_no_more_prompts_of_a_validation_begin_than_slots_are_free(inputs)
         assert validation.limiter.samples == 0
 
 
+class Prepares(SingleTurn):
+    """Does something else before its first call."""
+
+    async def run(self, prompt, index, generate):
+        await asyncio.sleep(0.05)
+        return await super().run(prompt, index, generate)
+
+
+async def test_agents_of_a_validation_begin_as_slots_are_free(inputs):
+    more = ("validation.samples=3", "rollout.engine.slots=2", "rollout.replicas=1")
+    async with System(inputs, lambda p, i: fine(1.0), *more, agent_loop=Prepares) as system:
+        under_way, most = set(), list[int]()
+        answers = system.validation._answers
+
+        async def observed(prompt, *args):
+            under_way.add(prompt.uid)
+            most.append(len(under_way))
+            answered = await answers(prompt, *args)
+            under_way.remove(prompt.uid)
+            return answered
+
+        system.validation._answers = observed
+        values = await asyncio.wait_for(system.validation.run(system.prompts[:8]), 60)
+        assert values["validation/samples"] == 24
+        assert max(most) <= 4  # of three samples for two slots
+        assert system.validation.limiter.samples == 0
+
+
 async def test_figures_are_told_apart_by_data_source(inputs, tmp_path):
     rows = [
         {"prompt": f"{i}+1=", "answer": "2", "data_source": source} for i in range(6) for source in ("a/sums", "words")

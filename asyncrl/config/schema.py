@@ -200,7 +200,7 @@ class RolloutConfig(Section):
     agent: AgentConfig = field(default_factory=AgentConfig)
     # a sample fails if its agent loop spends this long without generating, such as in a tool
     agent_timeout_s: PositiveFloat = 600.0
-    max_concurrent_groups: NonNegativeInt = 0  # with samples that generate; 0: enough that every slot finds a sample
+    max_concurrent_groups: NonNegativeInt = 0  # that have not ended; 0: enough that every slot finds a sample
     max_consecutive_drops: PositiveInt = 1000  # the run fails after this many consecutive dropped groups
     # when generation is faster than training, generate fewer samples concurrently instead of stopping and restarting
     pacing: bool = True

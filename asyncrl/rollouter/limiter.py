@@ -13,10 +13,14 @@ _RATE_WINDOW_S = 2.0  # time constant of the completion rate
 
 
 class GroupPlaces:
-    """The places of a group's ``n`` samples in a limiter: one for each that generates or is about to begin."""
+    """The places of a group's ``n`` samples in a limiter: one for each that generates or is about to begin.
 
-    def __init__(self, limiter: InFlightLimiter, n: int) -> None:
+    An agent loop may prepare itself before its sample generates for the first time. With ``reserved`` the sample has
+    its place meanwhile, without it another one may begin."""
+
+    def __init__(self, limiter: InFlightLimiter, n: int, reserved: bool = False) -> None:
         self._limiter, self._generating, self._running = limiter, set(range(n)), n
+        self._reserved = set(range(n)) if reserved else set()
         limiter.acquire(n, groups=1)
 
     def __len__(self) -> int:
@@ -24,14 +28,17 @@ class GroupPlaces:
 
     def generates(self, index: int, generates: bool) -> None:
         """A sample generates, or waits for its agent loop."""
+        if generates:
+            self._reserved.discard(index)
         if generates and self._running and index not in self._generating:
             self._generating.add(index)
             self._limiter.acquire(1, groups=0)
-        elif not generates and index in self._generating:
+        elif not generates and index in self._generating and index not in self._reserved:
             self._generating.remove(index)
             self._limiter.release(1, groups=0)
 
     def ended(self, index: int) -> None:
+        self._reserved.discard(index)
         self.generates(index, False)
         self._running -= 1
         if not self._running:
@@ -45,7 +52,7 @@ class GroupPlaces:
 
 
 class InFlightLimiter:
-    """Caps samples that generate at slots + one group + expected completions, and groups with such samples at
+    """Caps samples that generate at slots + one group + expected completions, and groups that have not ended at
     ``max_groups`` (0: no cap).
 
     A freed slot thus always finds a waiting request. The cap counts samples, not groups, so a group that waits for its

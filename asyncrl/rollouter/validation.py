@@ -20,8 +20,9 @@ from asyncrl.types.samples import Sample
 class Validation:
     """Runs validations one after another; rounds are numbered over all of them, so that requests have unique ids.
 
-    ``slots``: of the replicas. Prompts begin as these are free, like groups of training: one that waited for a slot
-    meanwhile would use up `rollout.max_sample_s`, and have its agents running."""
+    ``slots``: of the replicas. Prompts begin as these are free: one that waited for a slot would use up
+    `rollout.max_sample_s`, and have its agents running. Since no staleness budget bounds how many begin, a sample has
+    its place from the start, and not only from its agent's first call on."""
 
     def __init__(self, config: Config, slots: int, maker: SampleMaker, recorder: Recorder) -> None:
         self._config, self._maker, self._recorder = config.validation, maker, recorder
@@ -64,7 +65,7 @@ class Validation:
     async def _answer(self, prompt: Prompt, number: int) -> list[Sample | FailedSample]:
         async with self._next:
             await self.limiter.room(self._config.samples)
-            places = GroupPlaces(self.limiter, self._config.samples)
+            places = GroupPlaces(self.limiter, self._config.samples, reserved=True)
         try:
             return await self._answers(prompt, number, places)
         finally:
