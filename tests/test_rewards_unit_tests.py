@@ -93,6 +93,8 @@ async def test_statements_run_after_the_program_and_the_program_cannot_end_them(
         "import sys\nsys.exit(0)": 0.0,
         "import os\nos._exit(0)": 0.0,
         "print('passed')": 0.0,
+        "def add(a, b):\n    for i in range(50000):\n        print(i)\n    return a + b": 1.0,
+        "import atexit\nadd = lambda a, b: a + b\natexit.register(print, 'done')": 1.0,
         "import builtins\nadd = lambda a, b: a + b\nif __name__ == '__main__':\n    raise SystemExit": 1.0,
         "import os\nos.kill(os.getppid(), 9)": 0.0,
         "open('/sandbox/statements.py', 'w').write('')\ndef add(a, b): return 0": 0.0,

@@ -20,14 +20,17 @@ _BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILI
 _LANGUAGES = ("python", "py", "python3", "")
 _KIB = 1024  # at least so much output is kept
 _PROGRAM, _STATEMENTS = "solution.py", "statements.py"
-#: the marker comes with the statements, after the program has been read: it is in no file and no argument
+#: the marker comes with the statements, after the program has been read: it is in no file and no argument. What the
+#: program prints is not kept, else it could fill the output before the marker, or follow it.
 _RUN_STATEMENTS = """\
-import json, sys
+import json, os, sys
 _given = json.loads(sys.stdin.read())
 _names = {"__name__": "solution"}
+_result = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 exec(compile(_given["program"], "solution.py", "exec"), _names)
 exec(compile(_given["statements"], "test.py", "exec"), _names)
-sys.stdout.write(_given["passed"])
+os.write(_result, _given["passed"].encode())
 """
 
 
@@ -95,7 +98,7 @@ async def _passes(sandbox: Sandbox, program: str, test: dict[str, str], test_s: 
     marker = secrets.token_hex(16)
     given = json.dumps({"program": program, "statements": test["code"], "passed": marker})
     ran = await sandbox.exec(["python3", _STATEMENTS], stdin=given, timeout_s=test_s)
-    return ran.ok and ran.stdout.endswith(marker), ran
+    return ran.ok and ran.stdout == marker, ran
 
 
 def _lines(text: str) -> list[str]:
