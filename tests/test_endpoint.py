@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
 
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.processes.tasks import cancelled
 from asyncrl.rollouter.agent_processes.pool import AgentError, AgentFailed, AgentOutcome
 from asyncrl.rollouter.partial import PartialSample
@@ -556,6 +558,38 @@ async def test_a_limit_of_time_ends_an_agent_that_does_not_call(model):
 
     async with EndpointSystem(model, agent, counting(), max_sample_s=1.0) as system:
         assert (await made(system)).finish is FinishReason.TIME
+
+
+async def test_a_limit_of_time_counts_over_all_attempts_of_an_agent(model):
+    left = []
+
+    async def agent(task, http):
+        left.append(task.seconds)
+        await chat(task, http, task.messages)
+        await asyncio.sleep(0.7 if len(left) == 1 else 60)
+        raise AgentFailed("agent_died", "its first process is lost", retry=True)
+
+    async with EndpointSystem(model, agent, counting(), max_sample_s=2.0, retries=1) as system:
+        began_s = now_s()
+        assert (await made(system)).finish is FinishReason.TIME
+        assert now_s() - began_s < 2.6
+        assert len(left) == 2
+        assert left[1] <= left[0] - 0.7
+
+
+async def test_events_of_a_call_that_was_given_up_go_to_the_next_one(model):
+    async def agent(task, http):
+        await asyncio.sleep(60)
+
+    async with EndpointSystem(model, agent, counting()) as system:
+        await cancelled(system._tasks)
+        await system.endpoint.attach(7)
+        given_up = asyncio.create_task(system.endpoint.events(7))  # its caller has lost the answer
+        await asyncio.sleep(0.01)
+        await system.endpoint.attach(7)
+        system.endpoint._events.append(SimpleNamespace(nbytes=1))
+        system.endpoint._filled.set()
+        assert (await given_up, len(await system.endpoint.events(7))) == ([], 1)
 
 
 async def test_without_a_format_of_tool_calls_tools_are_refused(tmp_path):

@@ -57,7 +57,7 @@ class Endpoint:
         self._config, self._renderer, self._distribution = config, renderer, distribution
         self._agents, self._model, self._orphan_s, self._recorder = agents, model, orphan_s, recorder
         self.address = ""
-        self._token = -1
+        self._token, self._attached = -1, 0  # how often a rollouter has attached
         self._sessions: dict[str, AgentSession] = {}
         self._by_key: dict[str, AgentSession] = {}
         self._ended_keys: OrderedDict[str, None] = OrderedDict()
@@ -86,6 +86,7 @@ class Endpoint:
         if token < self._token:
             raise LeaseLost("a newer rollouter uses this endpoint")
         self._token = token
+        self._attached += 1
         self._events.clear()
         if self._problem is None:
             self._filled.clear()
@@ -109,12 +110,15 @@ class Endpoint:
     async def events(self, token: int) -> Sequence[Event]:
         """At least one, unless none comes for `EVENTS_S`. Raises the error for which agents cannot run at all."""
         self._check(token)
+        attached = self._attached
         try:
             async with asyncio.timeout(EVENTS_S):
                 await self._filled.wait()
         except TimeoutError:
             return []
         self._check(token)
+        if attached != self._attached:  # the rollouter attached again meanwhile: it has given this call up
+            return []
         if self._problem is not None:
             raise self._problem
         count, size = 0, 0
@@ -189,7 +193,9 @@ class Endpoint:
         outcome, finish = AgentOutcome(), None
         try:
             ends: list[asyncio.Future[Any]] = [running, session.over]
-            done, _ = await asyncio.wait(ends, timeout=session.start.seconds, return_when=asyncio.FIRST_COMPLETED)
+            done: set[asyncio.Future[Any]] = set()
+            while not done and (left_s := session.seconds_left) != 0:
+                done, _ = await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if session.over.done():
                 why = session.over.result()
                 if why.kind == "failed":
@@ -228,7 +234,7 @@ class Endpoint:
             base_url=f"{self.address}/v1",
             anthropic_base_url=self.address,
             api_key=session.key,
-            seconds=start.seconds,
+            seconds=session.seconds_left,
         )
 
     def _drop_key(self, key: str) -> None:

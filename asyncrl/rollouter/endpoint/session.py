@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.agents.base import Completion
 from asyncrl.rollouter.endpoint import link
@@ -78,7 +79,8 @@ class AgentSession:
         emit: Callable[[Event], None],
         recorder: Recorder,
     ) -> None:
-        self.start, self._renderer, self._emit, self._recorder = start, renderer, emit, recorder
+        self._renderer, self._emit, self._recorder = renderer, emit, recorder
+        self._take(start)
         self._distribution = distribution
         self._numbers = 0
         self.over: asyncio.Future[CallError] = asyncio.get_running_loop().create_future()
@@ -259,8 +261,8 @@ class AgentSession:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def reopen(self, start: link.Session) -> None:
-        """Tell a new rollouter all that it must know."""
-        self.start = start
+        """Tell a new rollouter all that it must know. The sample's time counts again."""
+        self._take(start)
         # as they began, so that each of several equal ones gets its own record
         calls: list[PendingCall | Turn] = [*self.turns.all, *self._pending.values()]
         for call in sorted(calls, key=lambda call: call.number):
@@ -269,6 +271,15 @@ class AgentSession:
         if self.ended is not None:
             self.ended = replace(self.ended, session=start.address)
             self._emit(self.ended)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of the sample's time, whatever its agent's attempts; None: no limit."""
+        return None if self._ends_s is None else max(0.0, self._ends_s - now_s())
+
+    def _take(self, start: link.Session) -> None:
+        self.start = start
+        self._ends_s = None if start.seconds is None else now_s() + start.seconds
 
     def _started(self, of: PendingCall | Turn) -> StartedCall:
         parent, call = of.prompt.parent, of.call
