@@ -586,6 +586,24 @@ def test_the_user_of_a_sandbox_that_is_in_use_is_nobody_elses():
     assert others.take() != uid
 
 
+def test_a_full_disk_costs_no_user_of_sandboxes(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    try:
+        kind = _kind("landlock")
+    except SandboxFailed as e:
+        pytest.skip(str(e))
+    before = sorted(os.listdir(tmp_path)), len(kind._users._free)
+
+    def full(path, *_):
+        raise OSError(28, "No space left on device", path)
+
+    with monkeypatch.context() as disk:
+        disk.setattr("asyncrl.sandbox.landlock.os.mkdir", full)
+        with pytest.raises(OSError, match="No space left"):
+            kind.launch(False)
+    assert (sorted(os.listdir(tmp_path)), len(kind._users._free)) == before
+
+
 async def test_an_interpreter_that_does_not_run_is_refused():
     with pytest.raises(SandboxFailed, match=r"sandbox.python: expected a Python interpreter, found /bin/false"):
         await open_pool(SandboxConfig(python="/bin/false"))

@@ -57,10 +57,10 @@ class Bubblewrap:
         self._fixed = self._arguments()
 
     def launch(self, bound: bool) -> Launch:
+        uid = self._users.take()
         read, write = os.pipe()
         os.write(write, self._filters[bound])  # a pipe holds more
         os.close(write)
-        uid = self._users.take()
         python = (self._interpreter.path, "-I", "-S", _RUNNER, *process_limits(self._limits, bound))
         argv = (self._program, "--seccomp", str(read), *self._fixed, "--", *python)
         mounts = {place: path for path, place in self._sources.items() if place != path}

@@ -85,12 +85,11 @@ class Landlock:
 
     def launch(self, bound: bool) -> Launch:
         uid = self._users.take()
-        folder = tempfile.mkdtemp(prefix="asyncrl-sandbox-")
-        temporary = os.path.join(folder, ".tmp")
-        os.mkdir(temporary)
-        if uid is not None:
-            os.chown(temporary, uid, uid)
-            os.chown(folder, uid, uid)
+        try:
+            folder = _workdir(uid)
+        except BaseException:  # such as a full disk
+            self._users.give_back(uid)
+            raise
         others = _OURS if self._users.own else _OURS + _threads_of_user() + _SPARE
         start = (self._interpreter.path, "-I", "-S", "-c", _START.format(self._folder))
         environment = {
@@ -143,6 +142,21 @@ class Landlock:
                 os.chmod(os.path.join(folder, name), 0o755)
             for name in files:
                 os.chmod(os.path.join(folder, name), 0o644)
+
+
+def _workdir(uid: int | None) -> str:
+    """A new folder for a sandbox, of its user. Raises OSError, and leaves nothing behind."""
+    folder = tempfile.mkdtemp(prefix="asyncrl-sandbox-")
+    try:
+        temporary = os.path.join(folder, ".tmp")
+        os.mkdir(temporary)
+        if uid is not None:
+            os.chown(temporary, uid, uid)
+            os.chown(folder, uid, uid)
+    except BaseException:
+        remove_folder(folder)
+        raise
+    return folder
 
 
 def _rules(shown: Sequence[str]) -> Iterator[tuple[str, int]]:
