@@ -290,6 +290,24 @@ def test_a_restored_run_continues_bit_for_bit(checkpoint, start_rank, tmp_path):
     assert len({m["actor/lr"] for m in straight[0]}) == 2
 
 
+@pytest.mark.parametrize("epochs", [1, 4])
+def test_the_rate_goes_on_from_its_step_if_a_resume_changes_the_optimizer_steps_of_a_step(
+    checkpoint, start_rank, tmp_path, epochs
+):
+    schedule = {"schedule": "linear", "total_steps": 8, "min_lr_ratio": 0.0}
+    rank = start_rank(make_config(checkpoint, epochs=2, **schedule))
+    for step in range(4):
+        rank.train(step, make_groups(seed=step))
+    rank.save(tmp_path / "state")
+    rank = start_rank(make_config(checkpoint, epochs=epochs, **schedule))
+    rank.load(tmp_path / "state")
+    rates = [rank.train(step, make_groups(seed=step))["actor/lr"] for step in (4, 5)]
+    # of a step's last optimizer step
+    assert rates == pytest.approx([1e-3 * (1 - (step + 1 - 1 / epochs) / 8) for step in (4, 5)])
+    rank.save(tmp_path / "again")
+    assert int(rank._backend.state()["optimizer_steps"]) == 8 + 2 * epochs  # Adam's own count goes on
+
+
 def test_figures_are_means_over_trained_tokens_whatever_the_aggregation(checkpoint, start_rank):
     found = []
     for how in ("token_mean", "sequence_mean", "sample_mean", "constant"):

@@ -173,8 +173,8 @@ class Backend(Protocol):
         self, batch: TrainBatch, loss: LossFunction, denominator: float, temperature: float, first: bool = True
     ) -> None:
         """Compute the gradient of (sum of losses over all ranks) / denominator on this rank's batch, which the backend
-        cuts into micro-batches. If not ``first``, which only backends with `in_parts` support, it is added to the
-        gradient of the calls before, which had the same denominator and temperature."""
+        cuts into micro-batches. If not ``first``, it is added to the gradient of the calls before, which had the same
+        denominator and temperature."""
         ...
 
     def optimizer_step(self, scale: float = 1.0) -> Mapping[str, float]:

@@ -118,11 +118,10 @@ class BaseBackend(ABC):
             torch.set_num_threads(self._options.threads)
         self._lora = config.model.lora.rank > 0
         self._optimizer_steps = 0
+        self._schedule_steps = 0  # the same, unless a resume has changed how many a train step takes
         self._during_step = ExitStack()  # from the first `accumulate` of a step to its `optimizer_step`
         self.kept = torch.zeros(2, dtype=torch.float64)
-        self._total_optimizer_steps = (
-            self._options.total_steps * config.async_training.require_batches * config.algorithm.epochs
-        )
+        self._steps_per_train_step = config.async_training.require_batches * config.algorithm.epochs
 
     def _hold(self, policy: Any, reference: Any | None) -> None:
         """Hold these models. With LoRA the policy without its adapters is the reference, unless there is another."""
@@ -218,6 +217,7 @@ class BaseBackend(ABC):
                 figures["lr"] = self._learning_rate(self._options.optimizer)
                 self._step(figures["lr"], "policy")
                 self._optimizer_steps += 1
+                self._schedule_steps += 1
         del self._pass  # with the states of its sequences
         return figures
 
@@ -250,7 +250,8 @@ class BaseBackend(ABC):
 
     def _learning_rate(self, options: OptimizerConfig) -> float:
         """Learning rate at the policy's current step, which the draft's schedule follows too."""
-        return learning_rate(options, self._optimizer_steps, self._total_optimizer_steps)
+        total = self._options.total_steps * self._steps_per_train_step
+        return learning_rate(options, self._optimizer_steps, total, self._schedule_steps)
 
     def _expect_finite(self, figures: Mapping[str, float]) -> None:
         for name in ("loss", "grad_norm", "mtp/grad_norm"):
@@ -300,6 +301,7 @@ class BaseBackend(ABC):
             return {
                 **self._model_state(),
                 "optimizer_steps": torch.tensor(self._optimizer_steps),
+                "schedule": torch.tensor([self._schedule_steps, self._steps_per_train_step]),
                 "draft_steps": torch.tensor(self._draft.steps if self._draft else 0),
                 "kept": self.kept,
                 "random_state": {f"rank_{self.rank}": self._random_state()},
@@ -333,6 +335,7 @@ class BaseBackend(ABC):
             }
             rest: dict[str, Any] = {
                 "optimizer_steps": torch.tensor(0),
+                **({"schedule": torch.tensor([0, 1])} if "schedule" in saved else {}),
                 "draft_steps": torch.tensor(0),
                 "kept": self.kept,
                 "random_state": {f"rank_{owner}": random},
@@ -342,6 +345,10 @@ class BaseBackend(ABC):
             if "cuda" in random:
                 torch.cuda.set_rng_state(random["cuda"], self._device)
             self._optimizer_steps = int(rest["optimizer_steps"])
+            self._schedule_steps = self._optimizer_steps  # of a checkpoint of an earlier release
+            if "schedule" in rest:
+                position, per_train_step = rest["schedule"].tolist()
+                self._schedule_steps = position * self._steps_per_train_step // per_train_step
             self._set_steps(self._optimizer_steps, "policy")
             if self._draft:
                 self._draft.steps = int(rest["draft_steps"])
