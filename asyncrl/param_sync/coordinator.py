@@ -90,7 +90,7 @@ class ParameterSyncCoordinator:
     async def leave(self, name: str) -> None:
         """Remove a dead replica. If samples are stranded now, the waiting replicas must be synced at once."""
         self.fleet.remove(name)
-        if self.fleet.sessions and self.stranded():
+        if self.fleet.out_of_service and self.stranded():
             self._joined.set()
         await self._report_routable()
 

@@ -41,7 +41,7 @@ from asyncrl.types.versions import PolicyVersion
 
 T = TypeVar("T")
 
-_LAST_WORDS_S = 1.0  # for a dropped replica to report its error, and for a sender to receive an abort
+_LAST_WORDS_S = 1.0  # for a party to report its own error, and for a sender to receive an abort
 PHASES = ("plan", "pause", "unload", "transfer", "load", "verify", "commit", "reload", "resume")
 
 
@@ -313,12 +313,12 @@ class SyncSession:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     async def _call(self, phase: str, who: str, answer: Awaitable[T]) -> T:
-        """Await a call of this phase within its deadline. Every failure except ManifestError becomes a SyncError with
-        phase, party and version."""
+        """Await a call of this phase within its deadline; a party that keeps the deadline itself has a moment longer to
+        say what it waited for. Every failure except ManifestError becomes a SyncError with phase, party and version."""
         deadline_s: float = getattr(self._deadlines, f"{'transfer' if phase == 'load' else phase}_s")
         with self._timed(phase, who):
             try:
-                async with asyncio.timeout(deadline_s):
+                async with asyncio.timeout(deadline_s + _LAST_WORDS_S):
                     return await answer
             except ManifestError:
                 raise
