@@ -102,8 +102,9 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
             async def train() -> Progress:
                 await shutdown.unless_interrupted(start_actors())
                 collect_rarely()
+                # ranks and queue are at the checkpoint then: groups may start
+                await shutdown.unless_interrupted(trainer.begin(folder.checkpoint, skip))
                 shutdown.on_interrupt(trainer.stop)
-                await trainer.begin(folder.checkpoint, skip)  # ranks and queue are at the checkpoint: groups may start
                 rollouters.start_groups()
                 return await trainer.run()
 

@@ -231,6 +231,7 @@ class TrainLoop:
         await self._rollouter.reset()
 
     async def _go_to(self, checkpoint: Checkpoint | None) -> None:
+        self._training = []  # a rank that dies from now on has trained none of them
         if checkpoint is not None:
             await self._ranks.load(checkpoint.path / "state")
         metadata = checkpoint.metadata if checkpoint is not None else CheckpointMetadata(0, PolicyVersion(0, 0), 0, 0)
