@@ -49,6 +49,25 @@ def test_the_next_driver_begins_when_the_process_of_the_one_before_is_gone(tmp_p
     assert DriverEpoch.take(tmp_path, 0).number == 2
 
 
+async def test_a_disk_that_does_not_answer_once_does_not_end_a_driver(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver_epoch, "BEAT_S", 0.01)
+    epoch, beats = DriverEpoch.take(tmp_path, 0), []
+
+    def utime(path):
+        beats.append(path)
+        if len(beats) == 2 or len(beats) > 4:
+            raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(driver_epoch.os, "utime", utime)
+    running = asyncio.create_task(epoch.run())
+    while len(beats) < 4:
+        await asyncio.sleep(0.01)
+    monkeypatch.setattr(driver_epoch, "SILENT_S", 0.1)
+    with pytest.raises(OSError, match="Stale file handle"):
+        await asyncio.wait_for(running, 60)
+    assert len(beats) > 5
+
+
 def test_a_process_that_has_the_number_of_a_dead_driver_is_not_that_driver(tmp_path):
     DriverEpoch.take(tmp_path, 0)
     path = tmp_path / FOLDER / "000001.json"

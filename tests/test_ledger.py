@@ -885,6 +885,15 @@ async def test_a_copy_on_another_disk_is_consistent_and_resumable(tmp_path):
     await table.close()
 
 
+async def test_a_copy_replaces_those_of_earlier_drivers(tmp_path):
+    table, copies = DurableTable(tmp_path / "local"), tmp_path / "journal"
+    for earlier in ("000001", "000002.before", "000003.partial", "000005", "notes"):
+        (copies / earlier).mkdir(parents=True)
+    await table.journal.copy_to(copies / "000004")
+    assert {path.name for path in copies.iterdir()} == {"000004", "000005", "notes"}
+    await table.close()
+
+
 async def test_a_copy_that_cannot_be_written_is_an_error_and_keeps_the_previous_one(tmp_path):
     table = DurableTable(tmp_path / "local")
     await table.write(publish(V0, 0), *issued(1, 1))

@@ -467,6 +467,7 @@ def test_each_run_has_an_overridden_model_of_its_own(inputs, tmp_path, monkeypat
         written = load_config(tmp_path / name / "config.yaml")
         assert json.loads((tmp_path / name / "model/config.json").read_text())["max_position_embeddings"] == context
         assert written.model.path == str(inputs / "checkpoint")  # so that a resume does not find another model
+        assert written.run_dir == str(tmp_path / name)  # nor another run
 
 
 def test_damaged_inputs_are_reported(inputs, tmp_path, capfd):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import time
@@ -31,6 +32,8 @@ FOLDER = "drivers"
 BEAT_S = 5.0
 SILENT_S = 4 * BEAT_S  # a driver of another machine whose file does not change for this long is dead
 _POLL_S = 0.2
+
+log = logging.getLogger(__name__)
 
 
 class EpochOver(RuntimeError):
@@ -83,9 +86,17 @@ class DriverEpoch:
             raise EpochOver(f"another driver ({driver}) has taken over this run; this one, epoch {self.number}, ends")
 
     async def run(self) -> None:
-        """Shows that the driver is alive, until cancelled. Raises EpochOver."""
+        """Shows that the driver is alive, until cancelled. Raises EpochOver, and OSError if that fails for so long that
+        it counts as dead."""
+        beat_s = time.monotonic()
         while True:
-            await asyncio.to_thread(self._beat)
+            try:
+                await asyncio.to_thread(self._beat)
+                beat_s = time.monotonic()
+            except OSError as e:  # a network disk may answer the next time
+                if time.monotonic() - beat_s > SILENT_S:
+                    raise
+                log.warning("%s: the driver cannot show that it is alive: %s", self._folder, e)
             await asyncio.sleep(BEAT_S)
 
     def found(self, checkpoints: Mapping[str, str]) -> None:

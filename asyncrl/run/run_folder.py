@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,10 @@ class RunFolder:
             raise ConfigError(["--skip: drops groups of a run that is resumed; expected --resume as well"])
         if resume is None:
             return cls.create(config)
-        if resume != AUTO and not (Path(resume) / "metadata.json").is_file():
+        if resume != AUTO and not os.path.isfile(Path(resume) / "metadata.json"):
             raise ConfigError([f"--resume: expected {AUTO} or the folder of a checkpoint, found {resume}"])
         path = Path(config.run_dir) if resume == AUTO else Path(resume).resolve().parent.parent
-        if not (path / CONFIG).is_file():
+        if not os.path.isfile(path / CONFIG):  # also where there is no access
             if resume != AUTO:
                 raise ConfigError([f"--resume: {resume} is not in the folder of a run: {path} has no {CONFIG}"])
             return cls.create(config)
@@ -127,6 +128,8 @@ class RunFolder:
                 number += 1
                 path = wanted.with_name(f"{wanted.name}-{number}")
             make_folder(path)
+            if number > 1:  # else its own config.yaml would resume the other run
+                config = replace(config, run_dir=str(path))
             folder = cls(path.resolve(), config)
             make_folder(folder.journal)
             folder._check_owner()

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import time
 import uuid
 from collections import defaultdict
@@ -169,7 +170,7 @@ class Scaling:
 
 def ask(run: Path, replicas: int) -> Iterator[str]:
     """Ask the driver of the run for this number of replicas; yields what it does. Raises NotScaled."""
-    if not (run / "config.yaml").is_file():
+    if not os.path.isfile(run / "config.yaml"):
         raise NotScaled(f"{run}: expected the folder of a run, found no config.yaml in it")
     driver = DriverWatch(run)
     if not driver.lives():

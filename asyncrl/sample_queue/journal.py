@@ -318,12 +318,18 @@ def found_copy(folder: Path) -> Path | None:
 
 def newest_copy(run: Path) -> Path | None:
     """The newest driver's copy among those in the folder of a run, which are named by the drivers' epochs."""
-    epochs = sorted({path.with_suffix("") for path in (run / COPIES).glob("[0-9]*")}, reverse=True)
+    epochs = sorted({path.with_suffix("") for path in _copies(run / COPIES)}, reverse=True)
     return next((copy for epoch in epochs if (copy := found_copy(epoch)) is not None), None)
 
 
+def _copies(folder: Path) -> list[Path]:
+    """Those of all drivers, complete or not."""
+    return list(folder.glob("[0-9]*"))
+
+
 def _copy(frozen: Path, folder: Path, end: tuple[int, int]) -> None:
-    """Moves the frozen files to another disk, up to the spool's ``end`` at that moment."""
+    """Moves the frozen files to another disk, up to the spool's ``end`` at that moment, and removes the copies of
+    earlier drivers."""
     partial, before = folder.with_suffix(_PARTIAL), folder.with_suffix(_BEFORE)
     shutil.rmtree(partial, ignore_errors=True)
     make_folder(folder.parent)
@@ -336,6 +342,9 @@ def _copy(frozen: Path, folder: Path, end: tuple[int, int]) -> None:
         rename(folder, before)
     rename(partial, folder)
     shutil.rmtree(before, ignore_errors=True)
+    for older in _copies(folder.parent):
+        if older.with_suffix("").name < folder.name:
+            shutil.rmtree(older, ignore_errors=True)
 
 
 def _failed_write(folder: Path, error: Exception) -> JournalError:
