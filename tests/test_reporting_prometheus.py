@@ -42,8 +42,9 @@ def samples(text: str) -> dict[str, tuple[str, dict[str, str], float]]:
 
 
 def test_gauges_are_last_values_and_counters_are_sums(sink):
-    sink.metrics(1, {"actor/loss": 0.5, "critic/rewards/mean": 1})
-    sink.metrics(2, {"actor/loss": 0.25, "mtp/loss_1": float("nan"), "text": "left out"})
+    sink.metrics(1, {"actor/loss": 0.5, "critic/rewards/mean": 1, "perf/step_s": 2.0})
+    sink.metrics(2, {"actor/loss": 0.25, "mtp/loss_1": float("nan"), "text": "left out", "perf/step_s": 2.0})
+    sink.metrics(1, {"validation/accuracy": 0.5})  # of the first step, beside the second
     for _ in range(2):
         sink.spans(Batch("replica/0", counters={"rollout/tokens": 17}, gauges={"fully_async/queue/depth": 3}))
     status, text = get(sink, "/metrics")

@@ -303,6 +303,12 @@ def test_pools_that_overlap_take_the_time_of_the_slower_one():
     assert apart["staleness_mean"] == 0
 
 
+def test_steps_in_which_nothing_is_generated_have_an_advice():
+    options = ("async_training.trigger_parameter_sync_step=12", "trainer.total_steps=12", "rollout.replicas=4")
+    run = simulate(config(*options), profile(20, trainer=replace(TRAINER, token_s=5e-3)))
+    assert run.advice() == "nothing was generated during the steps that count: simulate more steps"
+
+
 def test_more_replicas_generate_faster_until_training_binds():
     of = profile(100, trainer=replace(TRAINER, token_s=5e-4))  # 3.5 s
     found = [simulate(config("async_training.staleness_threshold=2", f"rollout.replicas={n}"), of) for n in (1, 2, 4)]

@@ -86,16 +86,6 @@ def test_an_open_span_counts_up_to_the_drain_and_is_replaced_later():
     assert activity.share(["trainer/step"], 0.0, 10.0) == pytest.approx(0.6)
 
 
-def test_overlap_is_the_fraction_of_training_with_a_busy_replica():
-    activity = Activity()
-    activity.add(batch("trainer/0", ("trainer/step", 0.0, 10.0)))
-    activity.add(batch("replica/0", ("rollout/half_busy", 1.0, 4.0), still_open=(("rollout/half_busy", 9.0, 12.0),)))
-    activity.add(batch("replica/1", ("rollout/half_busy", 3.0, 6.0)))
-    assert activity.overlap(["trainer/step"], ["rollout/half_busy"], 0.0, 12.0) == pytest.approx(0.6)
-    assert activity.overlap(["trainer/step"], ["rollout/half_busy"], 5.0, 10.0) == pytest.approx(0.4)
-    assert math.isnan(activity.overlap(["trainer/step"], ["rollout/half_busy"], 10.0, 12.0))
-
-
 def test_a_pool_is_as_busy_as_its_actors_on_average():
     activity = Activity()
     activity.add(batch("replica/0", ("generate", 0.0, 10.0)))

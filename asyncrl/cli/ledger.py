@@ -6,6 +6,7 @@ Only reads, also during the run. Exit status: 0, 1 if groups do not add up, 2 wi
 from __future__ import annotations
 
 import argparse
+import os
 import sqlite3
 import sys
 from collections.abc import Iterator, Sequence
@@ -156,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, help="folder of the run; it is not changed")
     run_dir = parser.parse_args(arguments).run_dir
     path = run_dir / FILE
-    if not path.is_file() and (copy := newest_copy(run_dir)) is not None:
+    if not os.path.isfile(path) and (copy := newest_copy(run_dir)) is not None:
         path = copy / FILE
         print(f"as of the last checkpoint: read from the copy {path}; the live ledger is in journal_dir\n")
     try:

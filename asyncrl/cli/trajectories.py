@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=20, help="at most so many, the last ones (20)")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     args = parser.parse_args(_joined(sys.argv[1:] if argv is None else argv))
-    if not (args.run_dir / FOLDER).is_dir():
+    if not os.path.isdir(args.run_dir / FOLDER):
         print(f"{args.run_dir}: expected a run folder with {FOLDER}/, found none", file=sys.stderr)
         return 2
     names = ("reward", "tokens", "step", "source", "finish", "failure", "uid")

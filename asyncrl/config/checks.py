@@ -8,6 +8,7 @@ applies all of them.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -151,12 +152,12 @@ def _checkpoint_problems(c: Config) -> Iterator[str]:
 
 
 def _file_problems(c: Config) -> Iterator[str]:
-    if not (Path(c.model.path) / "config.json").is_file():
+    if not os.path.isfile(Path(c.model.path) / "config.json"):
         yield (
             f"model.path: no checkpoint at {c.model.path} (expected a folder with config.json); "
             "`python -m asyncrl.models.make_checkpoint --out DIR` makes a small one"
         )
-    if c.algorithm.reference_path and not (Path(c.algorithm.reference_path) / "config.json").is_file():
+    if c.algorithm.reference_path and not os.path.isfile(Path(c.algorithm.reference_path) / "config.json"):
         yield (
             f"algorithm.reference_path: no checkpoint at {c.algorithm.reference_path} (expected a folder with "
             "config.json)"
@@ -165,7 +166,7 @@ def _file_problems(c: Config) -> Iterator[str]:
         yield "data.train_files: expected at least one JSONL or Parquet file, or data.source; found none"
     for key in ("train_files", "validation_files"):
         for file in getattr(c.data, key):
-            if not Path(file).is_file():
+            if not os.path.isfile(file):
                 yield f"data.{key}: no such file: {file}"
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -134,7 +135,7 @@ def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, Tre
     path = path.resolve()
     if path in seen:
         raise ConfigError([f"{path}: extends itself through {' → '.join(p.name for p in seen)}"])
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError([f"{path}: no such config file"])
     try:
         # OmegaConf's loader reads 1e-6 as a number; plain YAML reads it as a string

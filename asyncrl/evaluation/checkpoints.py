@@ -34,16 +34,16 @@ def find(path: Path) -> list[Evaluated]:
     """All checkpoints of a run's folder, oldest first; one checkpoint of a run; or a Hugging Face folder. Files are not
     verified; `verify` does that. Raises ConfigError for anything else."""
     path = path.resolve()
-    if (path / CONFIG).is_file():
+    if os.path.isfile(path / CONFIG):
         if not (found := _store(path / "checkpoints").all()):
             raise ConfigError([f"{path}: the run has no checkpoints yet"])
         return [_of_run(path, checkpoint.path) for checkpoint in found]
-    if (path / "metadata.json").is_file():
+    if os.path.isfile(path / "metadata.json"):
         run = path.parent.parent
-        if not (run / CONFIG).is_file():
+        if not os.path.isfile(run / CONFIG):
             raise ConfigError([f"{path}: a checkpoint outside of its run's folder, {run} has no {CONFIG}"])
         return [_of_run(run, path)]
-    if (path / "config.json").is_file():
+    if os.path.isfile(path / "config.json"):
         return [Evaluated(path.name, path)]
     raise ConfigError([f"{path}: expected a run's folder, a checkpoint of one, or a Hugging Face folder"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -21,6 +22,8 @@ from asyncrl.sample_queue.journal import Journal
 from asyncrl.sample_queue.messages import Admitted, Drop, Holder, Lease, Recovery, Refusal, Snapshot, Ticket
 from asyncrl.sample_queue.records import JournalError
 from asyncrl.sample_queue.schedule import Order, Overdue
+
+log = logging.getLogger(__name__)
 
 GONE_WITHIN_S = 20.0  # a killed queue process releases its lock within this time
 
@@ -64,6 +67,8 @@ class SampleQueueActor(SupervisedActor):
         """Opens the journal; called once, before all other methods. Raises SpoolError or LedgerError for damage,
         JournalError if another process keeps it locked, OSError if it cannot be written."""
         self._journal = await _opened(self._folder, self._meta, self._driver_epoch)
+        if self._journal.torn is not None:
+            log.warning("%s", self._journal.torn)
         self._queue = SampleQueue(
             self._admission,
             self._journal,

@@ -94,7 +94,7 @@ class Simulation:
         trainer, rollout = self.config.trainer, self.config.rollout
         pools = EfficiencyTracker(trainer.ranks, rollout.replicas, "actor")
         tokens = self._passed("generated")
-        pools.step(
+        known = pools.step(
             self._passed("at_s"),
             tokens,
             self._passed("trainer_busy_s"),
@@ -103,7 +103,7 @@ class Simulation:
             0,
             True,
         )
-        return pools.advice()
+        return pools.advice() if known else "nothing was generated during the steps that count: simulate more steps"
 
     @property
     def _counted(self) -> Sequence[Step]:

@@ -53,7 +53,8 @@ class PrometheusSink(Sink):
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         numbers = json_numbers(values)
         with self._lock:
-            self._step = step
+            if "perf/step_s" in values:  # else of a validation, which may end long after its step
+                self._step = step
             self._gauges |= {name: float("nan") if value is None else value for name, value in numbers.items()}
 
     def spans(self, batch: Batch) -> None:

@@ -1,9 +1,8 @@
-"""Interval arithmetic over spans: idle shares and overlap within a window::
+"""Interval arithmetic over spans: idle shares within a window::
 
     activity = Activity()
     activity.add(batch)                                        # every drained batch, in order
     idle = 1 - activity.share(["trainer/step"], since_s, until_s)
-    both = activity.overlap(["trainer/step"], ["rollout/half_busy"], since_s, until_s)
 
 An interval is ``(start_s, end_s)``. The functions return, and `intersect`, `clip` and `length` expect, sorted disjoint
 intervals, none of them empty.
@@ -143,14 +142,6 @@ class Activity:
             return math.nan
         shares = [share(self.intervals(names, since_s, until_s, actor), since_s, until_s) for actor in actors]
         return math.fsum(shares) / len(shares)
-
-    def overlap(self, a: Iterable[str], b: Iterable[str], since_s: float, until_s: float) -> float:
-        """Fraction of the time of ``a`` in which ``b`` was active too, 0 to 1; NaN if the window has no ``a``."""
-        since_s = max(since_s, self.complete_since_s)
-        when_a = self.intervals(a, since_s, until_s)
-        if not when_a:
-            return math.nan
-        return min(1.0, length(intersect(when_a, self.intervals(b, since_s, until_s))) / length(when_a))
 
 
 def _start(interval: Interval) -> float:
