@@ -18,7 +18,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.fleet import Fleet
-from asyncrl.param_sync.manifest import ManifestError
+from asyncrl.param_sync.manifest import Manifest, ManifestError
 from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.session import PHASES, SyncSession
 from asyncrl.param_sync.session_protocol import REPLICA_CALLS, ReceivePlan, answer, remote_session
@@ -442,6 +442,26 @@ async def test_a_replica_that_others_cannot_stand_in_for_is_restarted_after_one_
     await asyncio.wait_for(group.someone_to_join(), 10)
 
 
+async def test_the_death_of_a_whole_shard_changes_nothing_for_the_replicas_of_others():
+    async def routable(names): ...
+
+    async def restart(name, why): ...
+
+    shards = [SimpleNamespace(name=name) for name in shard_names("rollouter", 2)]
+    strands = Rollouters(shards, RolloutConfig(replicas=2, shards=2)).strands
+    group = ParameterSyncCoordinator(config(), {}, {}, routable, Recorder("driver"), restart, strands=strands)
+    for name in ("replica/0", "replica/1"):
+        group.join(name, name)
+        group.fleet.serve(name, version(1))
+    group.joiners_seen()
+    await group.leave("replica/1")
+    assert group.stranded()
+    with pytest.raises(TimeoutError):  # until its successor is there
+        await asyncio.wait_for(group.someone_to_join(), 0.05)
+    group.join("replica/1", "its successor")
+    await asyncio.wait_for(group.someone_to_join(), 10)
+
+
 async def test_a_replica_that_was_replaced_during_a_sync_is_not_restarted(monkeypatch):
     unfit = []
 
@@ -498,6 +518,32 @@ async def test_a_remote_session_forwards_the_declared_calls_and_no_others():
         remote.close  # noqa: B018
     with pytest.raises(ValueError, match=r"expected a call of ReplicaSession .*, found close"):
         await answer(Asked(), "close")
+
+
+class KeepsTheDeadline(SimpleNamespace):
+    """A sender and a replica whose samples do not end before the deadline of a pause."""
+
+    async def manifest(self):
+        return Manifest(())
+
+    async def address(self): ...
+
+    async def plan(self, plan):
+        return ["replica/0"]
+
+    async def pause(self, session, mode, deadline_s):
+        await asyncio.sleep(deadline_s + 0.05)
+        raise TimeoutError(f"did not complete within {deadline_s:g} s, 3 requests run")
+
+    async def abort(self, session): ...
+
+
+async def test_a_replica_that_keeps_a_deadline_says_itself_what_it_waited_for():
+    fleet, party = Fleet(), KeepsTheDeadline()
+    fleet.add("replica/0", party)
+    session = SyncSession({"trainer/0": party}, fleet, hurried(pause_s=0.2))
+    with pytest.raises(SyncError, match=r"did not complete within 0.2 s, 3 requests run"):
+        await session.run(version(1))
 
 
 def test_the_protocol_lists_every_phase():

@@ -23,7 +23,7 @@ from asyncrl.config.schema import Config
 from asyncrl.fully_async_main import main
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.run import run_folder
-from tests.support.faults import OPTIONS, FaultyRun, audit, restores
+from tests.support.faults import OPTIONS, FaultyRun, audit, crash_at, restores
 from tests.support.tiny import overrides
 
 STEPS = 8
@@ -115,6 +115,7 @@ def test_a_killed_run_resumes_with_other_pools_and_batches_and_again_after_an_in
     larger = "trainer.mini_batch_groups=4"
     run = begin(inputs, folder, "trainer.total_steps=1000", larger, "rollout.replicas=2", "ray.cpus_per_replica=0.25")
     run.until_printed("back at step 6")
+    assert "cut 25 bytes of an unfinished write" in run.text
     run.until_trained(7)
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.wait(60) == 128 + signal.SIGINT, run.text
@@ -130,6 +131,22 @@ def test_a_killed_run_resumes_with_other_pools_and_batches_and_again_after_an_in
     assert f"back at step {ended}:" in resumed.text
     audit(folder, [2] * 6 + [4] * (steps - 6), staleness_bound=2)
     assert restores(folder) >= 2
+
+
+@pytest.mark.faults
+def test_a_signal_while_a_checkpoint_loads_ends_the_run_at_once(inputs, begin, folder, tmp_path, monkeypatch):
+    with monkeypatch.context() as stopped:
+        marks = crash_at(["asyncrl.trainer.rank:TrainerRank.load:stop:1"], tmp_path, stopped)
+        run = begin(inputs, folder, "trainer.total_steps=8")
+        run.until(lambda: list(marks.iterdir()), "loading")
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.wait(60) == 128 + signal.SIGINT, run.text
+    assert "abandoned by SIGINT" in run.text
+    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    run = begin(inputs, folder, "trainer.total_steps=8")
+    assert run.wait() == 0, run.text
+    assert "back at step 6" in run.text
+    audit(folder, [2] * 8)
 
 
 @pytest.mark.faults

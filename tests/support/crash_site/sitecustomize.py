@@ -1,8 +1,8 @@
 """Kills processes of a run with SIGKILL, or simulates a full disk, at chosen calls, without hooks in the tested code:
 with this folder on PYTHONPATH, Python imports this file whenever a process starts.
 
-CRASH_POINTS: comma-separated ``module:Class.method:before|after|full:n``, taken in order. A process dies (``full``:
-gets ENOSPC) at its n-th such call since the previous point was reached.
+CRASH_POINTS: comma-separated ``module:Class.method:before|after|full|stop:n``, taken in order. A process dies
+(``full``: gets ENOSPC, ``stop``: stands still) at its n-th such call since the previous point was reached.
 CRASH_MARKS: a folder with one file per point reached.
 """
 
@@ -26,14 +26,14 @@ def reach(method: str, when: str) -> None:
     if now == len(POINTS) or f"{POINTS[now][0]}:{POINTS[now][1]}" != method:
         return
     how = POINTS[now][2]
-    if when != ("before" if how == "full" else how):
+    if when != ("before" if how in ("full", "stop") else how):
         return
     calls[now] += 1
     if calls[now] == int(POINTS[now][3]):
         with open(os.path.join(os.environ["CRASH_MARKS"], str(now)), "x"):
             if how == "full":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 
 def dying(method: str, function):
