@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.param_sync.buckets import pack
-from asyncrl.param_sync.digest import ROLES, combine_hashes, dtype_name, hashes_by_role
+from asyncrl.param_sync.digest import ROLES, dtype_name, hashes_by_role
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import Manifest, Role
 from asyncrl.param_sync.transports.base import Address, BucketWriter, NoReaders
@@ -48,14 +47,9 @@ class SendReport:
     the bare link in bytes per second, if its transport measured it."""
 
     nbytes: int = 0
-    seconds: float = 0.0
     hashes: dict[Role, dict[str, bytes]] = field(default_factory=lambda: {role: {} for role in ROLES})
     dropped: dict[str, str] = field(default_factory=dict)
     ceiling: float | None = None
-
-    @property
-    def digests(self) -> dict[Role, str]:
-        return {role: combine_hashes(self.hashes[role]) for role in ROLES}
 
 
 class Sender:
@@ -82,7 +76,7 @@ class Sender:
 
         Failed readers are dropped and reported. Raises SyncError if the export does not match the manifest, and any
         exception of the export itself."""
-        plan, started_s, nbytes = self._plan, now_s(), 0
+        plan, nbytes = self._plan, 0
         if plan is None:
             raise RuntimeError(f"{self._name}: expected open(plan) before each send(), found none")
         self._plan = None
@@ -106,7 +100,7 @@ class Sender:
             for _ in export:
                 pass
         hashes, dropped = hashes_by_role(plan.manifest, contents), dict(self._writer.dropped)
-        return SendReport(nbytes, now_s() - started_s, hashes, dropped, self._writer.ceiling)
+        return SendReport(nbytes, hashes, dropped, self._writer.ceiling)
 
     def abort(self, session: str) -> None:
         """Abort a session: its readers are dropped, and `send` finishes without them."""

@@ -76,6 +76,6 @@ class SimulatedRanks:
 
     async def send(self, plan: SendPlan) -> SendReport:
         await asyncio.sleep(self._sync.transfer_s)
-        return SendReport(self._sync.nbytes, self._sync.transfer_s)
+        return SendReport(self._sync.nbytes)
 
     async def abort(self, session: str) -> None: ...
