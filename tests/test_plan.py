@@ -18,13 +18,16 @@ from tests.support.tiny import make_inputs, overrides
 FOUR = [Machine(f"node-{i}", cpus=32, gpus=8) for i in range(4)]
 
 
-def assigned(machines, ranks=4, replicas=4, tensor_parallel=1, trainer="strict_pack", rollout="auto") -> dict[str, str]:
+def assigned(
+    machines, ranks=4, replicas=4, tensor_parallel=1, trainer="strict_pack", rollout="auto", transport="auto"
+) -> dict[str, str]:
     config = Config()
     engine = replace(config.rollout.engine, tensor_parallel_size=tensor_parallel, device="cuda")
     config = replace(
         config,
         trainer=replace(config.trainer, ranks=ranks, device="cuda"),
         rollout=replace(config.rollout, replicas=replicas, engine=engine),
+        param_sync=replace(config.param_sync, transport=transport),
         ray=replace(config.ray, trainer_strategy=trainer, rollout_strategy=rollout),
     )
     return assign_machines(config, machines)
@@ -50,6 +53,16 @@ def test_replicas_go_beside_the_trainers_if_they_all_fit_there_and_share_no_gpu_
     apart = assigned(FOUR, ranks=8, replicas=8, tensor_parallel=2)
     assert used(apart, "replica") == [4, 4]
     assert apart["trainer/0"] not in {machine for actor, machine in apart.items() if actor.startswith("replica")}
+
+
+def test_a_transport_within_a_machine_is_not_planned_across_machines():
+    for transport in ("auto", "gloo", "nccl"):
+        assert used(assigned(FOUR, ranks=8, transport=transport), "replica") == [4]
+    for transport in ("shared_memory", "cuda_ipc"):
+        beside = assigned(FOUR, ranks=4, transport=transport)
+        assert set(beside.values()) == {beside["trainer/0"]}
+        with pytest.raises(PlacementError, match=rf"transport={transport} needs it beside the trainers"):
+            assigned(FOUR, ranks=8, transport=transport)
 
 
 def test_fractions_of_a_cpu_are_enough_on_a_small_machine():

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.config.checks import gpus_per_replica
 from asyncrl.config.schema import Config
-from asyncrl.param_sync.transports.choose import bucket_sizes
+from asyncrl.param_sync.transports.choose import AUTO, across_machines, bucket_sizes
 from asyncrl.rollouter.engines.base import ENGINES
 from asyncrl.run.machine import local_cpus
 from asyncrl.run.memory_plan import checkpoint_bytes, replica_bytes, trainer_bytes
@@ -132,7 +132,10 @@ def assign_machines(config: Config, machines: Sequence[Machine]) -> dict[str, st
         beside = [machine for machine in free if machine.address in taken.values()]
         try:
             return taken | _assign(rollout, "strict_pack", beside, machines)
-        except PlacementError:
+        except PlacementError as e:
+            transport = config.param_sync.transport
+            if transport != AUTO and not across_machines(transport):
+                raise PlacementError(f"{e}; param_sync.transport={transport} needs it beside the trainers") from None
             return taken | _assign(rollout, "pack", free, machines)
     return taken | _assign(rollout, rollout.strategy, free, machines)
 
