@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from asyncrl.cli import ledger as command
 from asyncrl.sample_queue.group_state import GroupTable, QueueError
-from asyncrl.sample_queue.journal import Journal, found_copy
+from asyncrl.sample_queue.journal import Journal, found_copy, remove_older_copies
 from asyncrl.sample_queue.ledger import SCHEMA_VERSION, LedgerError
 from asyncrl.sample_queue.records import Changes, JournalError, Recovered
 from asyncrl.sample_queue.spool import Disk, SpoolError
@@ -890,6 +890,7 @@ async def test_a_copy_replaces_those_of_earlier_drivers(tmp_path):
     for earlier in ("000001", "000002.before", "000003.partial", "000005", "notes"):
         (copies / earlier).mkdir(parents=True)
     await table.journal.copy_to(copies / "000004")
+    remove_older_copies(copies / "000004")
     assert {path.name for path in copies.iterdir()} == {"000004", "000005", "notes"}
     await table.close()
 

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -586,22 +587,28 @@ def test_the_user_of_a_sandbox_that_is_in_use_is_nobody_elses():
     assert others.take() != uid
 
 
-def test_a_full_disk_costs_no_user_of_sandboxes(monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    try:
-        kind = _kind("landlock")
-    except SandboxFailed as e:
-        pytest.skip(str(e))
-    before = sorted(os.listdir(tmp_path)), len(kind._users._free)
+def test_a_full_disk_costs_no_user_of_sandboxes(monkeypatch):
+    """And leaves nothing behind."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)  # for the users of sandboxes
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        try:
+            kind = _kind("landlock")
+        except SandboxFailed as e:
+            pytest.skip(str(e))
+        before, mkdir = (os.listdir(folder), len(kind._users._free)), os.mkdir
 
-    def full(path, *_):
-        raise OSError(28, "No space left on device", path)
+        def full(path, *mode):
+            if os.path.basename(path) == ".tmp":
+                raise OSError(28, "No space left on device", path)
+            mkdir(path, *mode)
 
-    with monkeypatch.context() as disk:
-        disk.setattr("asyncrl.sandbox.landlock.os.mkdir", full)
-        with pytest.raises(OSError, match="No space left"):
-            kind.launch(False)
-    assert (sorted(os.listdir(tmp_path)), len(kind._users._free)) == before
+        with monkeypatch.context() as disk:
+            disk.setattr("os.mkdir", full)
+            with pytest.raises(OSError, match="No space left"):
+                kind.launch(False)
+        assert (os.listdir(folder), len(kind._users._free)) == before
+        kind.close()
 
 
 async def test_an_interpreter_that_does_not_run_is_refused():

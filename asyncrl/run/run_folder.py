@@ -76,13 +76,15 @@ class RunFolder:
         if resume != AUTO and not os.path.isfile(Path(resume) / "metadata.json"):
             raise ConfigError([f"--resume: expected {AUTO} or the folder of a checkpoint, found {resume}"])
         path = Path(config.run_dir) if resume == AUTO else Path(resume).resolve().parent.parent
-        if not os.path.isfile(path / CONFIG):  # also where there is no access
+        if not _holds_run(path):
             if resume != AUTO:
                 raise ConfigError([f"--resume: {resume} is not in the folder of a run: {path} has no {CONFIG}"])
             return cls.create(config)
         if problems := refused_changes(load_config(path / CONFIG), config):
             raise ConfigError(problems)
         wanted = None if resume == AUTO else Path(resume).resolve()
+        if Path(config.run_dir).resolve() != path.resolve():  # else a resume of its config.yaml would find another run
+            config = replace(config, run_dir=str(path))
         folder = cls(path.resolve(), config, LOCK_PATIENCE_S)
         try:
             with contextlib.ExitStack() as unlock:
@@ -128,7 +130,7 @@ class RunFolder:
                 number += 1
                 path = wanted.with_name(f"{wanted.name}-{number}")
             make_folder(path)
-            if number > 1:  # else its own config.yaml would resume the other run
+            if number > 1:  # else a resume of its config.yaml would find the other run
                 config = replace(config, run_dir=str(path))
             folder = cls(path.resolve(), config)
             make_folder(folder.journal)
@@ -296,6 +298,18 @@ def journal_folder(run: Path, journal_dir: str) -> Path:
     if not journal_dir:
         return run
     return Path(journal_dir) / f"{run.name}-{xxhash.xxh3_64_hexdigest(str(run).encode())}"
+
+
+def _holds_run(path: Path) -> bool:
+    """Raises ConfigError if the disk does not say: without an answer another run would begin."""
+    try:
+        os.stat(path / CONFIG)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as e:
+        problem = f"run_dir: {path} cannot be read ({e.strerror}); make it readable, or choose another run_dir"
+        raise ConfigError([problem]) from None
+    return True
 
 
 def _holds_something(path: Path) -> bool:

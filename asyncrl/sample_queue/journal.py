@@ -322,14 +322,20 @@ def newest_copy(run: Path) -> Path | None:
     return next((copy for epoch in epochs if (copy := found_copy(epoch)) is not None), None)
 
 
+def remove_older_copies(copy: Path) -> None:
+    """Those of earlier drivers than that of ``copy``, which is complete, and whose driver is the newest one."""
+    for other in _copies(copy.parent):
+        if other.with_suffix("").name < copy.name:
+            shutil.rmtree(other, ignore_errors=True)
+
+
 def _copies(folder: Path) -> list[Path]:
     """Those of all drivers, complete or not."""
     return list(folder.glob("[0-9]*"))
 
 
 def _copy(frozen: Path, folder: Path, end: tuple[int, int]) -> None:
-    """Moves the frozen files to another disk, up to the spool's ``end`` at that moment, and removes the copies of
-    earlier drivers."""
+    """Moves the frozen files to another disk, up to the spool's ``end`` at that moment."""
     partial, before = folder.with_suffix(_PARTIAL), folder.with_suffix(_BEFORE)
     shutil.rmtree(partial, ignore_errors=True)
     make_folder(folder.parent)
@@ -342,9 +348,6 @@ def _copy(frozen: Path, folder: Path, end: tuple[int, int]) -> None:
         rename(folder, before)
     rename(partial, folder)
     shutil.rmtree(before, ignore_errors=True)
-    for older in _copies(folder.parent):
-        if older.with_suffix("").name < folder.name:
-            shutil.rmtree(older, ignore_errors=True)
 
 
 def _failed_write(folder: Path, error: Exception) -> JournalError:

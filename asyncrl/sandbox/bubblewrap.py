@@ -58,7 +58,11 @@ class Bubblewrap:
 
     def launch(self, bound: bool) -> Launch:
         uid = self._users.take()
-        read, write = os.pipe()
+        try:
+            read, write = os.pipe()
+        except OSError:
+            self._users.give_back(uid)
+            raise
         os.write(write, self._filters[bound])  # a pipe holds more
         os.close(write)
         python = (self._interpreter.path, "-I", "-S", _RUNNER, *process_limits(self._limits, bound))

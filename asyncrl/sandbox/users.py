@@ -27,8 +27,8 @@ class Users:
         while self.own:
             if not self._free:
                 raise OSError("no user is left for another sandbox")
+            taken = socket.socket(socket.AF_UNIX)  # first: it may fail
             uid = self._free.pop()
-            taken = socket.socket(socket.AF_UNIX)
             with contextlib.suppress(OSError):  # others have it
                 taken.bind(f"\0asyncrl-user-{uid}")
                 self._taken[uid] = taken

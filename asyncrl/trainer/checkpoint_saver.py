@@ -12,6 +12,7 @@ from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.measured import STAGES, note
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.tasks import cancelled, within
+from asyncrl.sample_queue.journal import remove_older_copies
 from asyncrl.trainer.checkpoints import CheckpointMetadata, CheckpointStore
 from asyncrl.trainer.progress import Progress
 from asyncrl.trainer.protocols import QueueClient, Ranks
@@ -107,6 +108,8 @@ class CheckpointSaver:
             if self._journal_copy is not None:  # before completion: a checkpoint must not be newer than its ledger
                 await self._queue.copy_to(self._journal_copy)
             checkpoint = await asyncio.to_thread(self._checkpoints.complete, partial, metadata)
+            if self._journal_copy is not None:  # no driver has taken over, which might restore an older one
+                await asyncio.to_thread(remove_older_copies, self._journal_copy)
             if last:
                 self._checkpoints.mark_final(checkpoint)
         log.info("checkpoint of step %d written to %s", metadata.step, checkpoint.path)
