@@ -18,11 +18,12 @@ import pytest
 import torch
 
 import asyncrl.cli.ledger
-from asyncrl.config.load import ConfigError
+from asyncrl.config.load import ConfigError, load_config
 from asyncrl.config.schema import Config
 from asyncrl.fully_async_main import main
 from asyncrl.models.checkpoint import read_tensors
 from asyncrl.run import run_folder
+from asyncrl.run.placement_plan import PlacementError
 from tests.support.faults import OPTIONS, FaultyRun, audit, crash_at, restores
 from tests.support.tiny import overrides
 
@@ -234,6 +235,24 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(inputs, folder, capfd):
     output = refused(inputs, folder, capfd, resume=folder / "checkpoints/step_000006")
     assert f"{shard} is damaged" in output
     assert "step_000003" in output  # the other checkpoint
+
+
+def test_a_resume_by_checkpoint_keeps_the_folder_of_its_run_in_its_config(inputs, folder, tmp_path, monkeypatch):
+    async def open_nothing(cluster):
+        raise PlacementError("no room")
+
+    monkeypatch.setattr("asyncrl.run.cluster.Cluster.open", open_nothing)
+    monkeypatch.setattr("asyncrl.observability.telemetry.log.configure_logging", lambda *_: None)
+    options = overrides(inputs, tmp_path / "other", *OPTIONS)
+    assert main([*options, "--resume", str(folder / "checkpoints/step_000006")]) == 1
+    assert load_config(folder / "config.yaml").run_dir == str(folder)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_run_folder_that_cannot_be_read_is_refused_and_no_other_run_begins(inputs, tmp_path, capfd):
+    (tmp_path / "run").symlink_to(tmp_path / "run")
+    assert main([*overrides(inputs, tmp_path / "run", *OPTIONS), "--resume", "auto"]) == 2
+    assert f"run_dir: {tmp_path / 'run'} cannot be read (Too many levels of symbolic links)" in capfd.readouterr().err
 
 
 @pytest.mark.faults
