@@ -55,6 +55,8 @@ class RunFolder:
     epoch: DriverEpoch
 
     def __init__(self, path: Path, config: Config, lock_patience_s: float = 0.0) -> None:
+        if Path(config.run_dir).resolve() != path:  # else a resume of its config.yaml would find another run
+            config = replace(config, run_dir=str(path))
         self.path, self._config = path, config
         self.logs = LogConfig(str(path / LOGS), config.reporting.log_level)
         self.journal = journal_folder(path, config.journal_dir)
@@ -83,8 +85,6 @@ class RunFolder:
         if problems := refused_changes(load_config(path / CONFIG), config):
             raise ConfigError(problems)
         wanted = None if resume == AUTO else Path(resume).resolve()
-        if Path(config.run_dir).resolve() != path.resolve():  # else a resume of its config.yaml would find another run
-            config = replace(config, run_dir=str(path))
         folder = cls(path.resolve(), config, LOCK_PATIENCE_S)
         try:
             with contextlib.ExitStack() as unlock:
@@ -130,8 +130,6 @@ class RunFolder:
                 number += 1
                 path = wanted.with_name(f"{wanted.name}-{number}")
             make_folder(path)
-            if number > 1:  # else a resume of its config.yaml would find the other run
-                config = replace(config, run_dir=str(path))
             folder = cls(path.resolve(), config)
             make_folder(folder.journal)
             folder._check_owner()
