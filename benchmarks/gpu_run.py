@@ -58,10 +58,8 @@ from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendPlan, SendReport
-from asyncrl.param_sync.session_protocol import answer, remote_session
-from asyncrl.param_sync.transports.base import Address
+from asyncrl.param_sync.session_protocol import Offer, answer, remote_session
 from asyncrl.processes.tasks import end_of_first, within
 from asyncrl.rollouter.answering import Answering
 from asyncrl.rollouter.engine_lease import LeasedEngine
@@ -156,11 +154,8 @@ class Rank:
 
     # the sending side of a sync session, see `asyncrl.param_sync.session_protocol.SenderSession`
 
-    async def manifest(self) -> Manifest:
-        return self._core.manifest()
-
-    async def address(self) -> Address | None:
-        return self._sender.address
+    async def offer(self) -> Offer:
+        return Offer(self._core.manifest(), self._sender.address)
 
     async def send(self, plan: SendPlan) -> SendReport:
         def export_and_send() -> SendReport:

@@ -27,10 +27,10 @@ from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.fleet import Fleet
-from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
 from asyncrl.param_sync.session import SyncReport, SyncSession
+from asyncrl.param_sync.session_protocol import Offer
 from asyncrl.param_sync.transports.choose import make_writer
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.trainer.rank import TrainerRank
@@ -56,11 +56,8 @@ class Rank:
         self._rank = TrainerRank(config, 0, 1, None, Recorder("trainer/0"))
         self._sender = Sender("trainer/0", make_writer("shared_memory", 0, config.param_sync.bucket_bytes, "127.0.0.1"))
 
-    async def manifest(self) -> Manifest:
-        return self._rank.manifest()
-
-    async def address(self) -> Any:
-        return self._sender.address
+    async def offer(self) -> Offer:
+        return Offer(self._rank.manifest(), self._sender.address)
 
     async def send(self, plan: SendPlan) -> SendReport:
         self._sender.open(plan)

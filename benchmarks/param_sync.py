@@ -47,6 +47,7 @@ from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
 from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
 from asyncrl.param_sync.session import SyncReport, SyncSession
+from asyncrl.param_sync.session_protocol import Offer
 from asyncrl.param_sync.transports.choose import make_reader, make_writer
 from asyncrl.param_sync.transports.shared_memory import SharedMemoryWriter
 from asyncrl.param_sync.weight_receiver import LocalReceiver
@@ -234,11 +235,8 @@ class Rank:
         self._tensors = make()
         self._sender = Sender("trainer/0", make_writer("shared_memory", 0, bucket_bytes, HOST))
 
-    async def manifest(self) -> Manifest:
-        return manifest_of(self._tensors)
-
-    async def address(self) -> object:
-        return self._sender.address
+    async def offer(self) -> Offer:
+        return Offer(manifest_of(self._tensors), self._sender.address)
 
     async def send(self, plan: SendPlan) -> SendReport:
         def send() -> SendReport:
@@ -255,7 +253,7 @@ async def rolling(replicas: int, mib: int, bucket_bytes: int, rounds: int) -> li
     deadlines = DeadlinesConfig(**{f"{phase}_s": 60.0 for phase in "plan pause unload transfer verify".split()})
     config = replace(ParamSyncConfig(), pause="abort", staging="full", rollout_update="rolling", deadlines=deadlines)
     rank, fleet = Remote(Rank, functools.partial(large_and_small, mib * MIB), bucket_bytes), Fleet()
-    manifest = await rank.manifest()
+    manifest = (await rank.offer()).manifest
     remotes = {f"replica/{i}": Remote(replica, f"replica/{i}", manifest) for i in range(replicas)}
     for name, remote in remotes.items():
         fleet.add(name, remote)

@@ -44,12 +44,11 @@ from ray import cloudpickle
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, ParamSyncConfig
-from asyncrl.param_sync.digest import ROLES, combine_hashes
 from asyncrl.param_sync.fleet import Fleet
-from asyncrl.param_sync.manifest import Manifest, Role
+from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.session import SyncSession
-from asyncrl.param_sync.session_protocol import remote_session
+from asyncrl.param_sync.session_protocol import Offer, remote_session
 from asyncrl.processes.actor_client import ActorClient, start_ray
 from asyncrl.processes.garbage import collect_rarely
 from asyncrl.processes.relay import SILENT_S, Answer, Call, RelayCalls, Relayed
@@ -220,18 +219,14 @@ def control_cpu_s(replicas: int) -> tuple[dict[str, float], Simulation]:
 
 # -- calls of Ray ------------------------------------------------------------------------------------------------------
 
-DIGESTS: dict[Role, str] = {role: combine_hashes({}) for role in ROLES}
-ANSWERS: dict[str, Any] = {"plan": ("reader",), "verify": DIGESTS, "pause": 0, "unload": 0, "receive": 0}
+ANSWERS: dict[str, Any] = {"plan": ("reader",), "pause": 0, "unload": 0, "receive": 0}
 
 
 class Sender:
     """A rank without weights."""
 
-    async def manifest(self) -> Manifest:
-        return Manifest(())
-
-    async def address(self) -> None:
-        return None
+    async def offer(self) -> Offer:
+        return Offer(Manifest(()), None)
 
     async def send(self, plan: SendPlan) -> SendReport:
         return SendReport()

@@ -159,7 +159,7 @@ class AdapterRank(RankProcess):
 
     lacks = ""  # name of a tensor to leave out; "all": the whole adapter
 
-    async def manifest(self):
+    def manifest(self):
         if self.lacks == "all":
             return manifest_of(base(100) | draft(0), None)
         return manifest_of({name: t for name, t in payload(0, True).items() if name != self.lacks})

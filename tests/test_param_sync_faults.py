@@ -135,8 +135,7 @@ async def assert_next_sync(ranks, fleet, replicas, settings):
 
 # -- a sender ----------------------------------------------------------------------------------------------------------
 
-SENDER_CALLS = [("manifest", "plan"), ("address", "plan"), ("open", "transfer"), ("publish", "transfer")]
-SENDER_CALLS += [("finish", "transfer")]
+SENDER_CALLS = [("offer", "plan"), ("open", "transfer"), ("publish", "transfer"), ("finish", "transfer")]
 
 
 @over_each_transport
@@ -258,7 +257,7 @@ async def test_the_death_of_either_side_leaves_nothing_behind(transport):
             assert now == before
 
         pids |= {str(remote.process.pid) for remote in [*ranks, *replicas.values()]}
-        addresses.append(await ranks[0].address())
+        addresses.append((await ranks[0].offer()).address)
         await sync(ranks, fleet, 1)
         await sync(ranks, fleet, 2)
         survivor, sender_used = await used(replicas["replica/0"]), await used(ranks[0])
@@ -274,7 +273,7 @@ async def test_the_death_of_either_side_leaves_nothing_behind(transport):
         ranks[0].end()
         ranks[0] = Remote(RankProcess, 0, transport, slice(None))
         pids |= {str(remote.process.pid) for remote in [*ranks, *replicas.values()]}
-        addresses.append(await ranks[0].address())
+        addresses.append((await ranks[0].offer()).address)
         await sync(ranks, fleet, 5)
         await comes_back_to(replicas["replica/0"], survivor)
         assert not listens(addresses[0])
@@ -288,7 +287,7 @@ async def test_closing_both_sides_leaves_nothing_behind(transport):
     async with processes(1, transport=transport) as (ranks, replicas):
         everyone = [*ranks, *replicas.values()]
         before = [(await remote.resources())["threads"] for remote in replicas.values()]
-        address = await ranks[0].address()
+        address = (await ranks[0].offer()).address
         await sync(ranks, fleet_of(replicas), 1)
         for remote in everyone:
             await remote.close()

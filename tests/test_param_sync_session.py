@@ -7,6 +7,7 @@ import functools
 import re
 import signal
 import time
+from collections.abc import Coroutine
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.manifest import Manifest, ManifestError
 from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.session import PHASES, SyncSession
-from asyncrl.param_sync.session_protocol import REPLICA_CALLS, ReceivePlan, answer, remote_session
+from asyncrl.param_sync.session_protocol import REPLICA_CALLS, Offer, ReceivePlan, answer, remote_session
 from asyncrl.run.rollouters import Rollouters, shard_names
 from tests.support.sync_processes import (
     WeightsEngine,
@@ -188,7 +189,7 @@ async def test_a_copy_is_read_again_only_in_its_own_session():
         assert report.evicted.keys() <= {"replica/1"}
         await sync(ranks, fleet, 3, replace(settings, deadlines=replace(settings.deadlines, plan_s=3.0)))
         late.signal(signal.SIGCONT)
-        for step in (late.load, late.verify):
+        for step in (late.load, lambda session: late.verify(session, {})):
             with pytest.raises(SyncError):
                 await step(report.session)
         assert (await sync(ranks, fleet, 4, config(**ROLLING))).evicted == {}
@@ -253,7 +254,7 @@ async def test_a_stopped_replica_costs_its_deadline_and_changes_nothing_when_it_
         seen = await late.look()
         assert seen["calls"][-2:] == ["pause abort", "release_kv"]  # it neither committed nor resumed
         assert not seen["intact"]
-        for attempt in (late.receive(report.session, 1.0), late.verify(report.session)):
+        for attempt in (late.receive(report.session, 1.0), late.verify(report.session, {})):
             with pytest.raises(SyncError, match=r"transfer|verify"):
                 await attempt
         with pytest.raises(SyncError):
@@ -523,10 +524,8 @@ async def test_a_remote_session_forwards_the_declared_calls_and_no_others():
 class KeepsTheDeadline(SimpleNamespace):
     """A sender and a replica whose samples do not end before the deadline of a pause."""
 
-    async def manifest(self):
-        return Manifest(())
-
-    async def address(self): ...
+    async def offer(self):
+        return Offer(Manifest(()), None)
 
     async def plan(self, plan):
         return ["replica/0"]
@@ -534,6 +533,9 @@ class KeepsTheDeadline(SimpleNamespace):
     async def pause(self, session, mode, deadline_s):
         await asyncio.sleep(deadline_s + 0.05)
         raise TimeoutError(f"did not complete within {deadline_s:g} s, 3 requests run")
+
+    async def unload(self, session, kv):
+        await asyncio.Event().wait()
 
     async def abort(self, session): ...
 
@@ -599,21 +601,63 @@ class Nothing:
     async def abort(self): ...
 
 
-async def phases(session: EngineSession, number: int, until: str = "resume") -> None:
+def calls_of(session: EngineSession, number: int) -> dict[str, Coroutine]:
+    """Of the phases after the plan, by name."""
     name, of = f"s{number}", version(number)
-    await session.plan(ReceivePlan(name, of, None, (), 60))
-    for call, arguments in {
-        "pause": ("wait", 60),
-        "unload": ("unload",),
-        "receive": (60,),
-        "verify": (),
-        "commit": (of,),
-        "reload": (),
-        "resume": (of,),
-    }.items():
-        await getattr(session, call)(name, *arguments)
-        if call == until:
-            return
+    return {
+        "pause": session.pause(name, "wait", 60),
+        "unload": session.unload(name, "unload"),
+        "receive": session.receive(name, 60),
+        "verify": session.verify(name, {}),
+        "commit": session.commit(name, of),
+        "reload": session.reload(name),
+        "resume": session.resume(name, of),
+    }
+
+
+def plan(number: int) -> ReceivePlan:
+    return ReceivePlan(f"s{number}", version(number), None, (), 60)
+
+
+async def phases(session: EngineSession, number: int) -> None:
+    await session.plan(plan(number))
+    await asyncio.gather(*calls_of(session, number).values())
+
+
+async def test_calls_of_one_moment_are_gone_through_in_the_order_of_the_phases():
+    """However they arrive, and the ones after a phase that fails fail, too."""
+    engine = Slow()
+    session = EngineSession("replica/0", engine, Nothing())
+    await session.plan(plan(1))
+    await asyncio.wait_for(asyncio.gather(*reversed(calls_of(session, 1).values())), 10)
+    assert engine.calls == ["pause wait", "release_kv", "restore_kv", "resume 0.1"]
+
+    await session.plan(plan(2))
+    calls = calls_of(session, 2)
+    calls.pop("verify").close()
+    wrong = session.verify("s2", {"target": "another"})
+    asked = [asyncio.ensure_future(call) for call in reversed(calls.values())]
+    await asyncio.wait_for(asked[-1], 10)  # the pause
+    with pytest.raises(SyncError, match=r"sync phase verify, replica/0.*the senders' is another: different weights"):
+        await wrong
+    for phase, call in zip(("resume", "reload", "commit"), asked, strict=False):
+        with pytest.raises(SyncError, match=f"sync phase {phase}, replica/0.*expected after verify, which failed"):
+            await call
+    with pytest.raises(SyncError, match=r"sync phase pause.*expected after verify, which failed"):
+        await session.pause("s2", "wait", 60)
+    assert engine.calls[4:] == ["pause wait", "release_kv"]  # it stays paused
+    assert await session.abort("s2") == version(1)
+    assert engine.calls[6:] == ["restore_kv", "resume 0.1"]
+
+
+async def test_a_phase_is_gone_through_once():
+    session = EngineSession("replica/0", Slow(), Nothing())
+    await session.plan(plan(1))
+    for _ in range(2):
+        call = asyncio.ensure_future(session.pause("s1", "wait", 60))
+        await asyncio.wait([call])
+    with pytest.raises(SyncError, match=r"sync phase pause, replica/0.*called again, after pause"):
+        await call
 
 
 @pytest.mark.parametrize("ended_by", ["abort", "plan"])

@@ -5,19 +5,17 @@ import asyncio
 import pytest
 
 from asyncrl.config.schema import ParamSyncConfig
-from asyncrl.param_sync.digest import ROLES, combine_hashes
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendReport
 from asyncrl.param_sync.session import SyncSession
-from asyncrl.param_sync.session_protocol import ReceivePlan, repeatable
+from asyncrl.param_sync.session_protocol import Offer, ReceivePlan, repeatable
 from asyncrl.processes.actor_client import ActorDied
 from asyncrl.processes.relay import Answer, Call, Relay, Relayed
 from asyncrl.types.versions import PolicyVersion
 
 GATHER_S = 0.1
-DIGESTS = {role: combine_hashes({}) for role in ROLES}
 
 
 class Replica:
@@ -36,7 +34,7 @@ class Replica:
             await self.free.wait()
             if name == "pause" and self.error is not None:
                 raise self.error
-            return {"plan": ("reader",), "verify": DIGESTS}.get(name, 1)
+            return {"plan": ("reader",)}.get(name, 1)
 
         return call
 
@@ -76,9 +74,11 @@ def clients(relay, replicas):
 
 async def test_calls_of_one_moment_travel_together_and_each_gets_its_own_answer(relay, clients, replicas):
     found = await asyncio.gather(
-        clients["replica/0"].verify("s"), clients["replica/1"].unload("s", "unload"), clients["replica/2"].plan(None)
+        clients["replica/0"].verify("s", {}),
+        clients["replica/1"].unload("s", "unload"),
+        clients["replica/2"].plan(None),
     )
-    assert found == [DIGESTS, 1, ("reader",)]
+    assert found == [1, 1, ("reader",)]
     assert relay.sizes == [3]
     assert [replica.calls for replica in replicas.values()] == [["verify"], ["unload"], ["plan"]]
 
@@ -86,8 +86,8 @@ async def test_calls_of_one_moment_travel_together_and_each_gets_its_own_answer(
 async def test_a_replica_that_hangs_delays_no_other(clients, replicas):
     replicas["replica/1"].free.clear()
     slow = asyncio.create_task(clients["replica/1"].commit("s", PolicyVersion(0, 1)))
-    others = asyncio.gather(*(clients[f"replica/{i}"].verify("s") for i in (0, 2)))
-    assert await asyncio.wait_for(others, 40 * GATHER_S) == [DIGESTS] * 2
+    others = asyncio.gather(*(clients[f"replica/{i}"].verify("s", {}) for i in (0, 2)))
+    assert await asyncio.wait_for(others, 40 * GATHER_S) == [1, 1]
     assert not slow.done()
     replicas["replica/1"].free.set()
     assert await slow == 1
@@ -164,7 +164,7 @@ async def test_callers_of_a_relay_do_not_get_each_others_answers(relay, replicas
     replica = replicas["replica/0"]
     target = relay.register(replica)
     callers = [Relayed(relay, caller, GATHER_S).client(target, replica) for caller in ("driver", "rollouter 1")]
-    assert await asyncio.gather(callers[0].verify("s"), callers[1].load("s")) == [DIGESTS, 1]
+    assert await asyncio.gather(callers[0].verify("s", {}), callers[1].load("s")) == [1, 1]
 
 
 async def test_errors_of_replicas_keep_their_type(clients, replicas):
@@ -176,8 +176,8 @@ async def test_errors_of_replicas_keep_their_type(clients, replicas):
 
 async def test_without_its_relay_a_machine_is_called_directly(relay, clients, replicas, caplog):
     relay.death = ActorDied("relay/0")
-    verified = await asyncio.gather(*(clients[name].verify("s") for name in ("replica/0", "replica/1")))
-    assert verified == [DIGESTS] * 2
+    verified = await asyncio.gather(*(clients[name].verify("s", {}) for name in ("replica/0", "replica/1")))
+    assert verified == [1, 1]
     assert caplog.text.count("without this relay") == 1
     assert await clients["replica/1"].commit("s", PolicyVersion(0, 1)) == 1
     assert [replica.calls for replica in replicas.values()] == [["verify"], ["verify", "commit"], []]
@@ -187,7 +187,7 @@ async def test_a_relay_that_hangs_counts_as_dead(relay, caplog):
     replica, relayed = Replica(), Relayed(relay, "driver", GATHER_S, silent_s=0.05)
     client = relayed.client(relay.register(replica), replica)
     relay.hangs = True
-    assert await client.verify("s") == DIGESTS
+    assert await client.verify("s", {}) == 1
     assert "without this relay from now on: it was silent for 0.05 s" in caplog.text
     assert not relayed.alive
     relay.hangs = False  # its late answer, which nobody wants
@@ -204,7 +204,7 @@ async def test_a_relay_reaches_another_machine_through_its_relay_and_without_it(
     assert [type(found) for found in await asyncio.gather(*pause, return_exceptions=True)] == [int, SyncError, int]
     assert relay.sizes == [3]
     relay.death = ActorDied("relay/1")
-    assert await asyncio.gather(*(session.verify("s") for session in there)) == [DIGESTS] * 3
+    assert await asyncio.gather(*(session.verify("s", {}) for session in there)) == [1] * 3
     assert caplog.text.count("without this relay") == 1
     assert [replica.calls for replica in replicas.values()] == [["pause", "verify"]] * 3
 
@@ -235,11 +235,8 @@ async def test_a_phase_that_is_called_again_is_gone_through_once(replicas):
 
 
 class Sender:
-    async def manifest(self):
-        return Manifest(())
-
-    async def address(self):
-        return None
+    async def offer(self):
+        return Offer(Manifest(()), None)
 
     async def send(self, plan):
         return SendReport()
@@ -248,7 +245,7 @@ class Sender:
 
 
 @pytest.mark.parametrize("failing", [False, True])
-async def test_a_session_makes_one_call_for_each_phase_and_evicts_only_what_fails(relay, clients, replicas, failing):
+async def test_a_session_calls_all_replicas_at_once_and_evicts_only_what_fails(relay, clients, replicas, failing):
     if failing:
         replicas["replica/2"].error = SyncError("pause", None, None, None, "it does not pause")
     fleet = Fleet()
@@ -257,4 +254,4 @@ async def test_a_session_makes_one_call_for_each_phase_and_evicts_only_what_fail
     report = await SyncSession({"trainer/0": Sender()}, fleet, ParamSyncConfig(pause="abort")).run(PolicyVersion(0, 1))
     assert set(report.evicted) == ({"replica/2"} if failing else set())
     assert set(fleet.routable) == set(replicas) - set(report.evicted)
-    assert len(relay.sizes) == 8  # plan, pause, unload, receive, verify, commit, reload, resume
+    assert len(relay.sizes) == 4  # plan; pause and unload; receive; verify, commit, reload and resume

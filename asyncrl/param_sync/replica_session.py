@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from asyncrl.param_sync.digest import ROLES
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import Role
 from asyncrl.param_sync.session_protocol import KVMode, PauseMode, ReceivePlan, ReplicaSession, Staging
@@ -38,8 +37,9 @@ class EngineSession(ReplicaSession):
     """The replica's side in the replica's own process.
 
     All methods are coroutines of the engine's event loop. A phase goes to its end even if its caller gives up, and
-    `abort` and the next ``plan`` wait for that. An evicted replica is no longer called: its connection breaks, its
-    weights may match no version, it stays paused, and the next session's ``plan`` starts over.
+    `abort` and the next ``plan`` wait for that. An evicted replica gets no more calls, and those that it has fail after
+    the phase that failed: its connection breaks, its weights may match no version, it stays paused, and the next
+    session's ``plan`` starts over.
     """
 
     def __init__(self, name: str, engine: SyncedEngine, receiver: WeightReceiver) -> None:
@@ -47,7 +47,9 @@ class EngineSession(ReplicaSession):
         self._session: str | None = None
         self._version: PolicyVersion | None = None  # the last one committed
         self._staging: Staging = "bucket"
-        self._done = ""  # the last phase that was completed
+        self._begun = self._ended = 0  # phases of the session
+        self._failed: str | None = None  # the phase that did
+        self._moved = asyncio.Event()  # once one of these changes; another one then replaces it
         self._phase: asyncio.Task[Any] | None = None  # under way, or the last one
         self._paused = self._kv_released = False
         self._planning = asyncio.Lock()
@@ -61,7 +63,7 @@ class EngineSession(ReplicaSession):
             if self._version is not None and plan.version < self._version:
                 raise self._error("plan", f"version {plan.version} is older than the committed {self._version}")
             readers = await self._receiver.open(plan)
-            self._session, self._staging, self._done = plan.session, plan.staging, "plan"
+            self._session, self._staging, self._begun, self._ended = plan.session, plan.staging, 1, 1
             return readers
 
     async def pause(self, session: str, mode: PauseMode, deadline_s: float) -> int:
@@ -104,12 +106,15 @@ class EngineSession(ReplicaSession):
     async def load(self, session: str) -> None:
         await self._run("load", session, self._receiver.load)
 
-    async def verify(self, session: str) -> dict[Role, str]:
-        async def verify() -> dict[Role, str]:
+    async def verify(self, session: str, digests: Mapping[Role, str]) -> None:
+        async def verify() -> None:
             await self._receiver.verify()
-            return {role: await self._engine.digest(role) for role in ROLES}
+            for role, sent in digests.items():
+                if (found := await self._engine.digest(role)) != sent:
+                    message = f"the {role}'s digest is {found}, the senders' is {sent}: different weights arrived"
+                    raise self._error("verify", message)
 
-        return await self._run("verify", session, verify)
+        await self._run("verify", session, verify)
 
     async def commit(self, session: str, version: PolicyVersion) -> None:
         async def commit() -> None:
@@ -129,7 +134,7 @@ class EngineSession(ReplicaSession):
             await self._resume(version)
 
         await self._run("resume", session, resume)
-        self._session, self._done = None, ""
+        self._end_session()
 
     async def abort(self, session: str) -> PolicyVersion | None:
         async with self._planning:
@@ -149,18 +154,24 @@ class EngineSession(ReplicaSession):
     # -- the order of phases ------------------------------------------------------------------------------------------
 
     async def _run(self, phase: str, session: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Go through a phase of the session. Raises SyncError if it is not the next one, or if the session ended
-        meanwhile: another one began, or this one was aborted."""
-        if session != self._session:
-            raise self._error(phase, f"session {session} is over; this replica is in session {self._session}")
+        """Go through a phase of the session, after those before it, which may be called a moment later. Raises
+        SyncError if one of them failed, if this phase was gone through before, or if the session ended meanwhile:
+        another one began, or this one was aborted."""
+        self._check(session, phase)
         phases = _PHASES[self._staging]
         if phase not in phases:
             raise self._error(phase, f"not a phase of a session with staging {self._staging}")
-        if self._done != (before := phases[phases.index(phase) - 1]):
-            raise self._error(phase, f"expected after {before}, but the last phase was {self._done or 'none'}")
-        self._done = f"{phase} (not finished)"
+        before = phases.index(phase)
+        while self._ended < before and self._failed is None:
+            await self._moved.wait()
+            self._check(session, phase)
+        if self._failed is not None:
+            raise self._error(phase, f"expected after {self._failed}, which failed")
+        if self._begun != before:
+            raise self._error(phase, f"called again, after {phases[self._begun - 1]}")
+        self._begun += 1
         self._phase = under_way = asyncio.create_task(work(), name=phase)
-        under_way.add_done_callback(lambda task: task.cancelled() or task.exception())  # its caller may have given up
+        under_way.add_done_callback(lambda task: self._phase_ended(session, task))
         try:
             result = await asyncio.shield(under_way)
         except asyncio.CancelledError:
@@ -169,8 +180,30 @@ class EngineSession(ReplicaSession):
             raise self._error(phase, f"session {session} ended, and took it back") from None
         if session != self._session:
             raise self._error(phase, f"session {session} ended during this phase")
-        self._done = phase
         return result
+
+    def _check(self, session: str, phase: str) -> None:
+        if session != self._session:
+            raise self._error(phase, f"session {session} is over; this replica is in session {self._session}")
+
+    def _phase_ended(self, session: str, phase: asyncio.Task[Any]) -> None:
+        """Also without the caller, who may have given up."""
+        failed = phase.cancelled() or phase.exception() is not None
+        if session == self._session:
+            if failed:
+                self._failed = phase.get_name()
+            else:
+                self._ended += 1
+            self._move()
+
+    def _end_session(self) -> None:
+        self._session, self._failed = None, None
+        self._begun = self._ended = 0
+        self._move()
+
+    def _move(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
 
     def _error(self, phase: str, message: str) -> SyncError:
         return SyncError(phase, self._name, self._version, None, message)
@@ -178,7 +211,7 @@ class EngineSession(ReplicaSession):
     async def _leave(self) -> None:
         """Leave the session; returns when nothing of it is under way any more: the engine is paused or not, and nothing
         writes into the weights. A pause, which may wait for long samples, is taken back."""
-        self._session, self._done = None, ""
+        self._end_session()
         await self._receiver.abort()
         if (phase := self._phase) is not None:
             if phase.get_name() == "pause":

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -37,9 +37,12 @@ from asyncrl.param_sync.session_protocol import (
     SenderSession,
     Staging,
 )
+from asyncrl.processes.tasks import cancelled
 from asyncrl.types.versions import PolicyVersion
 
 T = TypeVar("T")
+
+_Calls = dict[str, Coroutine[Any, Any, Any]]  # of a replica, by phase, in order
 
 _LAST_WORDS_S = 1.0  # for a party to report its own error, and for a sender to receive an abort
 PHASES = ("plan", "pause", "unload", "transfer", "load", "verify", "commit", "reload", "resume")
@@ -131,14 +134,12 @@ class SyncSession:
     # -- the phases ---------------------------------------------------------------------------------------------------
 
     async def _plan(self) -> Manifest:
-        first, sender = next(iter(self._senders.items()))
-        manifest, located = await asyncio.gather(
-            self._call("plan", first, sender.manifest()),  # the same on all ranks
-            asyncio.gather(*(self._call("plan", n, s.address()) for n, s in self._senders.items())),
-        )
+        found = await asyncio.gather(*(self._call("plan", name, s.offer()) for name, s in self._senders.items()))
+        offers = [offer for offer in found if offer is not None]
+        manifest = offers[0].manifest
         if manifest.adapter is not None and not await self._base_is_needed():
             manifest = manifest.without_base()
-        addresses = tuple(address for address in located if address is not None)
+        addresses = tuple(offer.address for offer in offers)
         staging: Staging = "full" if self._full else "bucket"
         plan = ReceivePlan(self._session, self._version, manifest, addresses, self._deadlines.plan_s, staging)
 
@@ -159,20 +160,28 @@ class SyncSession:
         return any(needed)
 
     async def _quiesce(self, name: str, replica: ReplicaSession) -> None:
-        mode, kv, limit_s = cast(PauseMode, self._config.pause), cast(KVMode, self._config.kv), self._deadlines.pause_s
+        self._paused(name, await self._in_turn(name, self._pausing(name, replica)))
+
+    def _pausing(self, name: str, replica: ReplicaSession) -> _Calls:
+        mode, kv = cast(PauseMode, self._config.pause), cast(KVMode, self._config.kv)
         self._pausing_since[name] = now_s()
-        held = await self._call("pause", name, replica.pause(self._session, mode, limit_s))
-        self._report.held_requests += held
-        freed = await self._call("unload", name, replica.unload(self._session, kv))
-        self._report.freed_bytes[name] = freed
+        return {
+            "pause": replica.pause(self._session, mode, self._deadlines.pause_s),
+            "unload": replica.unload(self._session, kv),
+        }
+
+    def _paused(self, name: str, answers: Mapping[str, Any]) -> None:
+        self._report.held_requests += answers["pause"]
+        self._report.freed_bytes[name] = answers["unload"]
 
     async def _change_over(self) -> None:
         """Staging ``full``: load the host copies, in all replicas at once or one after the other."""
 
         async def change(name: str, replica: ReplicaSession) -> None:
-            await self._quiesce(name, replica)
-            await self._call("load", name, replica.load(self._session))
-            await self._adopt(name, replica)
+            loading: _Calls = {"load": replica.load(self._session)}
+            calls = self._pausing(name, replica) | loading | self._adopting(replica)
+            self._paused(name, await self._in_turn(name, calls))
+            self._adopted(name)
 
         if self._config.rollout_update == "rolling":
             for name in list(self._active):
@@ -183,9 +192,6 @@ class SyncSession:
     async def _transfer(self, manifest: Manifest) -> None:
         """Send to all active replicas. Afterwards their receive calls have returned or are about to."""
         limit_s = self._deadlines.transfer_s
-        for name, replica in self._active.items():
-            receive = self._call("transfer", name, replica.receive(self._session, limit_s))
-            self._receiving[name] = asyncio.create_task(receive)
         # A stalled replica costs half of the deadline; the other half is left to the others.
         plan = SendPlan(
             self._session,
@@ -197,7 +203,12 @@ class SyncSession:
             self._config.checksum,
             keep=self._full,
         )
-        reports = await self._send(plan)
+        calls = ((name, sender.send(plan)) for name, sender in self._senders.items())
+        sending = [asyncio.create_task(self._call("transfer", name, call)) for name, call in calls]
+        for name, replica in self._active.items():
+            receive = self._call("transfer", name, replica.receive(self._session, limit_s))
+            self._receiving[name] = asyncio.create_task(receive)
+        reports = await _all(sending)
         replica_of = {reader: name for name, readers in self._readers.items() for reader in readers}
         self._dropped = {
             replica_of[reader]: f"{sender} dropped it: {why}"
@@ -213,19 +224,6 @@ class SyncSession:
         self._report.ceiling = min(measured) if measured and measured == ceilings else None
         self._on_sent()
 
-    async def _send(self, plan: SendPlan) -> list[SendReport]:
-        """Every sender's report. The first failure is raised at once: the other senders may wait for it in a
-        collective."""
-        tasks = [
-            asyncio.create_task(self._call("transfer", name, sender.send(plan)))
-            for name, sender in self._senders.items()
-        ]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-
     async def _received(self, name: str, replica: ReplicaSession) -> None:
         if name in self._dropped:
             # Prefer the replica's own error, if it is still alive to report it.
@@ -239,19 +237,18 @@ class SyncSession:
     async def _receive_and_adopt(self, name: str, replica: ReplicaSession) -> None:
         """One step, so that a replica with all its weights does not wait, paused, for the others."""
         await self._received(name, replica)
-        await self._adopt(name, replica)
+        await self._in_turn(name, self._adopting(replica))
+        self._adopted(name)
 
-    async def _adopt(self, name: str, replica: ReplicaSession) -> None:
-        digests = await self._call("verify", name, replica.verify(self._session))
-        for role, sent in self._report.digests.items():
-            if digests.get(role) != sent:
-                message = (
-                    f"the {role}'s digest is {digests.get(role)}, the senders' is {sent}: different weights arrived"
-                )
-                raise SyncError("verify", name, self._version, None, message)
-        await self._call("commit", name, replica.commit(self._session, self._version))
-        await self._call("reload", name, replica.reload(self._session))
-        await self._call("resume", name, replica.resume(self._session, self._version))
+    def _adopting(self, replica: ReplicaSession) -> _Calls:
+        return {
+            "verify": replica.verify(self._session, self._report.digests),
+            "commit": replica.commit(self._session, self._version),
+            "reload": replica.reload(self._session),
+            "resume": replica.resume(self._session, self._version),
+        }
+
+    def _adopted(self, name: str) -> None:
         self._fleet.serve(name, self._version)
         self._report.paused_s[name] = now_s() - self._pausing_since.pop(name)
 
@@ -312,6 +309,15 @@ class SyncSession:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
+    async def _in_turn(self, name: str, calls: _Calls) -> dict[str, Any]:
+        """Answers of a replica's calls, by phase. They are made all at once, as the replica goes through them in turn:
+        so it does not wait, paused, for the next one. Each has its deadline from the answer before."""
+        made = {phase: asyncio.ensure_future(call) for phase, call in calls.items()}
+        try:
+            return {phase: await self._call(phase, name, call) for phase, call in made.items()}
+        finally:
+            await cancelled(made.values())
+
     async def _call(self, phase: str, who: str, answer: Awaitable[T]) -> T:
         """Await a call of this phase within its deadline; a party that keeps the deadline itself has a moment longer to
         say what it waited for. Every failure except ManifestError becomes a SyncError with phase, party and version."""
@@ -339,3 +345,12 @@ class SyncSession:
             finally:
                 first_s, last_s = self._times.get(phase, (start_s, start_s))
                 self._times[phase] = (min(first_s, start_s), max(last_s, now_s()))
+
+
+async def _all(sending: Sequence[asyncio.Task[SendReport]]) -> list[SendReport]:
+    """The first failure is raised at once: the other senders may wait for it in a collective."""
+    try:
+        return await asyncio.gather(*sending)
+    finally:
+        for task in sending:
+            task.cancel()

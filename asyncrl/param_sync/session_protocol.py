@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import Manifest, Role
@@ -36,13 +36,20 @@ class ReceivePlan:
     staging: Staging = "bucket"
 
 
+class Offer(NamedTuple):
+    """``manifest``: the same of all senders. ``address``: for the readers."""
+
+    manifest: Manifest
+    address: Address
+
+
 class SenderSession(Protocol):
     """A trainer rank's side of a sync session, see `asyncrl.param_sync.sender.Sender`. All ranks of a collective
     export take part."""
 
-    async def manifest(self) -> Manifest: ...
-
-    async def address(self) -> Address | None: ...
+    async def offer(self) -> Offer | None:
+        """What it sends, and where; None for a rank that sends nothing."""
+        ...
 
     async def send(self, plan: SendPlan) -> SendReport:
         """Export and send; returns when the readers have read everything."""
@@ -56,8 +63,8 @@ class ReplicaSession(Protocol):
     """A replica's side of a sync session, and the only list of its calls.
 
     `asyncrl.param_sync.replica_session.EngineSession` implements it in the engine's process, `remote_session` forwards
-    it to another process. Every call after ``plan`` but ``abort`` raises SyncError for a session other than the planned
-    one.
+    it to another process. Several phases may be called at once: they are gone through in their order. Every call after
+    ``plan`` but ``abort`` raises SyncError for a session other than the planned one, and if an earlier phase failed.
     """
 
     async def needs_base(self) -> bool:
@@ -86,9 +93,8 @@ class ReplicaSession(Protocol):
     async def load(self, session: str) -> None:
         """Staging ``full``: write the host copy into the live weights."""
 
-    async def verify(self, session: str) -> dict[Role, str]:
-        """Check that everything arrived. Returns the digests of the live weights."""
-        ...
+    async def verify(self, session: str, digests: Mapping[Role, str]) -> None:
+        """Check that everything arrived, and that the live weights have the senders' digests."""
 
     async def commit(self, session: str, version: PolicyVersion) -> None:
         """Declare the new weights, target and draft, to be those of ``version``."""

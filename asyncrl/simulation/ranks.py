@@ -6,12 +6,12 @@ import asyncio
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from asyncrl.observability.telemetry.measured import TRAINER
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
 from asyncrl.param_sync.sender import SendPlan, SendReport
+from asyncrl.param_sync.session_protocol import Offer
 from asyncrl.simulation.profile import Profile
 from asyncrl.trainer.mismatch import SamplerKL
 from asyncrl.types.groups import Group, computed_tokens
@@ -68,11 +68,8 @@ class SimulatedRanks:
 
     # -- the sending side of a sync session ------------------------------------------------------------------------
 
-    async def manifest(self) -> Manifest:
-        return _MANIFEST
-
-    async def address(self) -> Any:
-        return None
+    async def offer(self) -> Offer:
+        return Offer(_MANIFEST, None)
 
     async def send(self, plan: SendPlan) -> SendReport:
         await asyncio.sleep(self._sync.transfer_s)

@@ -14,9 +14,8 @@ import ray
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.log import LogConfig
 from asyncrl.observability.telemetry.recorder import Batch, Recorder
-from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.sender import SendPlan, SendReport
-from asyncrl.param_sync.transports.base import Address
+from asyncrl.param_sync.session_protocol import Offer
 from asyncrl.param_sync.transports.listener import count_refusals
 from asyncrl.processes.actor_client import ActorBroken, ActorClient, SupervisedActor
 from asyncrl.processes.device_errors import is_device_error
@@ -106,11 +105,9 @@ class TrainerRankActor(SupervisedActor):
 
     # the sending side of a sync session, see asyncrl.param_sync.session_protocol.SenderSession
 
-    async def manifest(self) -> Manifest:
-        return self._core.manifest()
-
-    async def address(self) -> Address | None:
-        return self._sender.address
+    async def offer(self) -> Offer | None:
+        address = self._sender.address
+        return Offer(self._core.manifest(), address) if address is not None else None
 
     async def send(self, plan: SendPlan) -> SendReport:
         def export_and_send() -> SendReport:

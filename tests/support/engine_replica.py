@@ -21,6 +21,7 @@ from asyncrl.param_sync.manifest import Manifest, TensorSpec
 from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
 from asyncrl.param_sync.session import SyncReport, SyncSession
+from asyncrl.param_sync.session_protocol import Offer
 from asyncrl.param_sync.transports.choose import make_writer
 from asyncrl.rollouter.engines.base import ENGINES, EventBatch, Request, SamplingParams
 from asyncrl.types.samples import FinishReason
@@ -60,15 +61,12 @@ class TensorRank:
         self.tied: tuple[TensorSpec, ...] = ()
         self.break_at = ""
 
-    async def manifest(self) -> Manifest:
+    async def offer(self) -> Offer:
         specs = [
             TensorSpec(name, dtype_name(t), tuple(t.shape), "draft" if is_draft(name) else "target")
             for name, t in self.tensors.items()
         ]
-        return Manifest((*specs, *self.tied))
-
-    async def address(self) -> Any:
-        return self._sender.address
+        return Offer(Manifest((*specs, *self.tied)), self._sender.address)
 
     async def send(self, plan: SendPlan) -> SendReport:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._send, plan)

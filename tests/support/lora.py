@@ -11,10 +11,10 @@ import numpy as np
 
 from asyncrl.config.schema import Config, LoraConfig
 from asyncrl.param_sync.fleet import Fleet
-from asyncrl.param_sync.manifest import Manifest
 from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
 from asyncrl.param_sync.session import SyncReport, SyncSession
+from asyncrl.param_sync.session_protocol import Offer
 from asyncrl.param_sync.transports.choose import make_writer
 from asyncrl.rollouter.engines.base import Engine, Request, SamplingParams
 from asyncrl.trainer.batches import build_batch
@@ -59,11 +59,8 @@ class LoraTrainer:
         chosen = replace(self.config.param_sync, **settings)
         return await SyncSession({"trainer/0": self}, self.fleet, chosen).run(self.version)
 
-    async def manifest(self) -> Manifest:
-        return self.rank.manifest()
-
-    async def address(self) -> Any:
-        return self._sender.address
+    async def offer(self) -> Offer:
+        return Offer(self.rank.manifest(), self._sender.address)
 
     async def send(self, plan: SendPlan) -> SendReport:
         def send() -> SendReport:

@@ -24,6 +24,7 @@ from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
 from asyncrl.param_sync.replica_session import EngineSession
 from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
 from asyncrl.param_sync.session import SyncReport, SyncSession
+from asyncrl.param_sync.session_protocol import Offer
 from asyncrl.param_sync.transports.base import BucketWriter
 from asyncrl.param_sync.transports.choose import make_reader, make_writer
 from asyncrl.param_sync.weight_receiver import LocalReceiver
@@ -218,16 +219,16 @@ class RankProcess:
         return resources()
 
     async def strike(self, call: str, number: signal.Signals) -> None:
-        """Send this process a signal at a call: ``manifest``, ``address``, or in the transfer ``open``, ``publish`` of
-        the third bucket, ``finish``."""
-        owner = {"manifest": self, "address": self, "open": self._sender}.get(call, self._writer)
+        """Send this process a signal at a call: ``offer``, or in the transfer ``open``, ``publish`` of the third
+        bucket, ``finish``."""
+        owner = {"offer": self, "open": self._sender}.get(call, self._writer)
         strike([(owner, call)], number, at=2 if call == "publish" else 0)
 
-    async def manifest(self) -> Manifest:
-        return manifest_of(weights(0))
+    async def offer(self) -> Offer:
+        return Offer(self.manifest(), self._sender.address)
 
-    async def address(self) -> Any:
-        return self._sender.address
+    def manifest(self) -> Manifest:
+        return manifest_of(weights(0))
 
     async def send(self, plan: SendPlan) -> SendReport:
         loop = asyncio.get_running_loop()
