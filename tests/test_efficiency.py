@@ -24,6 +24,12 @@ def test_waiting_lowers_the_fraction():
     assert waiting.figures()["fraction_of_ideal"] == 0.5
 
 
+def test_a_run_that_trains_what_its_queue_held_is_no_faster_than_ideal():
+    resumed = EfficiencyTracker(1, 1, "CPU")
+    resumed.step(2.0, trained=3000, training_s=1.5, generated=1000, generating_s=2.0, rewarding_s=0.0, unthrottled=True)
+    assert resumed.figures()["fraction_of_ideal"] == 1.0
+
+
 def test_groups_that_are_dropped_are_work_of_the_rollouter():
     """Half of them are: it is always busy, and generates twice what is trained."""
     tracker = EfficiencyTracker(1, 1, "CPU")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors, save_checkpoint
 from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy, ChunkedScores
 from asyncrl.models.config import CheckpointError, DecoderConfig
+from asyncrl.processes.device_memory import DeviceMemoryError
 from asyncrl.trainer.backends.base import NonFiniteError
 from asyncrl.trainer.backends.megatron import draft
 from asyncrl.trainer.backends.megatron.bridges import bridge_of
@@ -445,6 +446,25 @@ def test_incompatible_state_is_refused(checkpoint, start_rank, tmp_path):
     )
     with pytest.raises(CheckpointError, match=r"saved with mtp\.enable_train=false, found true"):
         rank.load(tmp_path / "state")
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_a_train_step_that_runs_out_of_memory_names_what_it_held(checkpoint, start_rank, monkeypatch):
+    rank = start_rank(make_config(checkpoint, backend="megatron", **OPTIONS))
+    held, chunks = rank._backend._held_bytes(), rank._backend._chunks
+    nbytes = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
+    for kind, share in {"parameters": 1, "reference": 1, "gradients": 1, "optimizer": 2}.items():
+        assert held[kind] == pytest.approx(share * nbytes, rel=0.05), kind  # buffers are padded
+
+    def exhausted(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(rank._backend, "_accumulate_gradients", exhausted)
+    said = r"cpu ran out of memory in a train step.*parameters 0\.00, reference 0\.00, gradients 0\.00, optimizer 0\.00"
+    with pytest.raises(DeviceMemoryError, match=said):
+        rank.train(0, make_groups())
 
 
 # -- offload -------------------------------------------------------------------------------------------------------

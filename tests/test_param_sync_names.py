@@ -398,7 +398,8 @@ def test_adapter_tensors_are_passed_through_and_reported():
     live = live_of({wrap("model.layers.0.self_attn.o_proj.weight"): (4, 4)})
     specs = [TensorSpec(name, "bfloat16", (4, 4)) for name in ADAPTERS]
     plan = NameResolver(live, expects_base_layer=True).resolve(specs, partial=True)
-    assert [(t.name, t.load_as, t.owner) for t in plan.adapters()] == [(name, name, None) for name in ADAPTERS]
+    adapters = [(t.name, t.load_as, t.owner) for t in plan.tensors if t.kind == "adapter"]
+    assert adapters == [(name, name, None) for name in ADAPTERS]
     assert plan.loads() == {}
 
 
@@ -411,7 +412,7 @@ def test_live_adapter_parameters_need_no_data_but_accept_it_by_their_own_names()
     base = TensorSpec("x.weight", "bfloat16", (4, 4))
     NameResolver(live).resolve([base])
     plan = NameResolver(live).resolve([base, TensorSpec("x.lora_A.default.weight", "bfloat16", (2, 4))])
-    assert plan.adapters()[0].owner == "x.lora_A.default.weight"
+    assert next(t for t in plan.tensors if t.kind == "adapter").owner == "x.lora_A.default.weight"
     with pytest.raises(
         ManifestError, match=r"sent as bfloat16\[3, 4\], x.lora_A.default.weight holds bfloat16\[2, 4\]"
     ):

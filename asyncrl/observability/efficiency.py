@@ -106,7 +106,8 @@ class EfficiencyTracker:
         """Figures of the whole run; empty before the first step."""
         if not self.seconds:
             return {}
-        return {"fraction_of_ideal": self.ideal_s / self.seconds, "advice": self.advice()}
+        # a short resumed run is faster than its own generation: it trains what its queue held
+        return {"fraction_of_ideal": min(self.ideal_s / self.seconds, 1.0), "advice": self.advice()}
 
     def advice(self) -> str:
         """In one line the bottleneck, and the split of CPUs or GPUs that would balance the pools."""

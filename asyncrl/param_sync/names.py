@@ -87,9 +87,6 @@ class NamePlan:
                 loads[t.source] = (*loads.get(t.source, ()), t.load_as)
         return loads
 
-    def adapters(self) -> tuple[Resolved, ...]:
-        return tuple(t for t in self.tensors if t.kind == "adapter")
-
 
 def wrap(name: str) -> str:
     """The leaf's name inside a LoRA layer that wraps its module: ``q_proj.weight`` → ``q_proj.base_layer.weight``."""

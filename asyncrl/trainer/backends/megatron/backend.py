@@ -356,17 +356,25 @@ class MegatronBackend(BaseBackend):
         return wrapped, DistributedDataParallel(provider, settings, draft)
 
     def _make_offload(self) -> Offload:
-        options, kinds = self._options.megatron, {}
-        if options.param_offload:
-            for held in self._models.values():
-                kinds[held.weights] = [parameter.data for chunk in held.module for parameter in chunk.parameters()]
-        if options.grad_offload:
-            modules = self._policy + ([self._parallel_draft] if self._parallel_draft else [])
-            buffers = [buffer for module in modules for buffer in module.buffers + module.expert_parallel_buffers]
-            kinds["gradients"] = [buffer.grad_data for buffer in buffers]
-        if options.optimizer_offload:
-            kinds["optimizer"] = list(self._optimizer.own_tensors())
-        return Offload(kinds, discarded={"gradients"})
+        options, weights = self._options.megatron, {held.weights for held in self._models.values()}
+        wanted = {"gradients": options.grad_offload, "optimizer": options.optimizer_offload}
+        wanted |= dict.fromkeys(weights, options.param_offload)
+        return Offload({kind: t for kind, t in self._tensors().items() if wanted[kind]}, discarded={"gradients"})
+
+    def _tensors(self) -> dict[str, list[Tensor]]:
+        """What a step finds and leaves, by kind."""
+        modules = self._policy + ([self._parallel_draft] if self._parallel_draft else [])
+        buffers = [buffer for module in modules for buffer in module.buffers + module.expert_parallel_buffers]
+        return {
+            **{h.weights: [p.data for chunk in h.module for p in chunk.parameters()] for h in self._models.values()},
+            "gradients": [buffer.grad_data for buffer in buffers],
+            "optimizer": list(self._optimizer.own_tensors()),
+        }
+
+    def _held_bytes(self) -> dict[str, int]:
+        tensors = self._tensors()
+        held = Offload(tensors)
+        return {kind: held.held_bytes(kind) for kind in tensors}
 
 
 def _parameters_of_draft(chunk: PolicyModel) -> Iterator[torch.nn.Parameter]:
