@@ -24,17 +24,22 @@ from asyncrl.trainer.actors import RankGroup, TrainerRankActor
 from asyncrl.types.versions import PolicyVersion
 from benchmarks import quickstart
 
-CALLS = 9  # one after the other: the senders' plan, the replica's, and one in each of the seven phases after it
+#: empty calls, those of one number at once: what the sender offers, the plan, pause and unload, the transfer of both
+#: sides, verify to resume
+TOGETHER = (1, 1, 2, 2, 4)
+#: frozen: as sessions were, a call for each phase after the other; that of one side of the transfer counts
+ONE_BY_ONE = (1,) * 9
 
 
 @dataclass(frozen=True)
 class SessionTimes:
-    """Medians in seconds. ``copy_s``: all weights, within one process. ``calls_s``: as many empty calls of the replica,
-    one after the other, as a session makes. ``phases_s``: by phase."""
+    """Medians in seconds. ``copy_s``: all weights, within one process. ``calls_s``: empty calls of the replica,
+    `ONE_BY_ONE`; ``together_s``: those `TOGETHER`. ``phases_s``: by phase."""
 
     session_s: float
     copy_s: float
     calls_s: float
+    together_s: float
     phases_s: dict[str, float]
 
 
@@ -61,21 +66,23 @@ async def _time_sessions(config: Config, checkpoint: Path, rounds: int) -> Sessi
     fleet.add("replica/0", remote_session(replica.sync))
     weights = read_tensors(checkpoint)
     live = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    reports, copies_s, calls_s = [], [], []
+    reports, copies_s, calls_s, together_s = [], [], [], []
     for version in range(rounds + 1):
         reports.append(await SyncSession({"trainer/0": rank}, fleet, config.param_sync).run(PolicyVersion(0, version)))
+        for counts, seconds in ((ONE_BY_ONE, calls_s), (TOGETHER, together_s)):
+            began_s = time.perf_counter()
+            for count in counts:
+                await asyncio.gather(*(replica.where() for _ in range(count)))
+            seconds.append(time.perf_counter() - began_s)
         began_s = time.perf_counter()
-        for _ in range(CALLS):
-            await replica.where()
-        called_s = time.perf_counter()
         for name, tensor in weights.items():
             live[name].copy_(tensor)
-        calls_s.append(called_s - began_s)
-        copies_s.append(time.perf_counter() - called_s)
+        copies_s.append(time.perf_counter() - began_s)
     median = lambda values: statistics.median(values[1:])  # after a warm-up
     return SessionTimes(
         median([report.total_s for report in reports]),
         median(copies_s),
         median(calls_s),
+        median(together_s),
         {phase: median([report.seconds[phase] for report in reports]) for phase in reports[0].seconds},
     )

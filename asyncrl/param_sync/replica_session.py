@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import Role
 from asyncrl.param_sync.session_protocol import KVMode, PauseMode, ReceivePlan, ReplicaSession, Staging
@@ -16,7 +19,7 @@ from asyncrl.types.versions import PolicyVersion
 T = TypeVar("T")
 
 #: the phases of a session, in order
-_PHASES: dict[Staging, Sequence[str]] = {
+PHASES_OF: dict[Staging, Sequence[str]] = {
     "bucket": ("plan", "pause", "unload", "transfer", "verify", "commit", "reload", "resume"),
     "full": ("plan", "transfer", "pause", "unload", "load", "verify", "commit", "reload", "resume"),
 }
@@ -37,19 +40,19 @@ class EngineSession(ReplicaSession):
     """The replica's side in the replica's own process.
 
     All methods are coroutines of the engine's event loop. A phase goes to its end even if its caller gives up, and
-    `abort` and the next ``plan`` wait for that. An evicted replica gets no more calls, and those that it has fail after
-    the phase that failed: its connection breaks, its weights may match no version, it stays paused, and the next
-    session's ``plan`` starts over.
+    `abort` and the next ``plan`` wait for that. After one that failed, or that took too long, the session's later
+    phases fail: an evicted replica's connection breaks, its weights may match no version, it stays paused, and
+    the next session's ``plan`` starts over.
     """
 
     def __init__(self, name: str, engine: SyncedEngine, receiver: WeightReceiver) -> None:
         self._name, self._engine, self._receiver = name, engine, receiver
         self._session: str | None = None
         self._version: PolicyVersion | None = None  # the last one committed
-        self._staging: Staging = "bucket"
-        self._begun = self._ended = 0  # phases of the session
-        self._failed: str | None = None  # the phase that did
-        self._moved = asyncio.Event()  # once one of these changes; another one then replaces it
+        self._limits: Mapping[str, float] = {}
+        #: of each phase of the session, in order: why the next one cannot begin, or None, once it has ended
+        self._ends: dict[str, asyncio.Future[str | None]] = {}
+        self._begun: set[str] = set()
         self._phase: asyncio.Task[Any] | None = None  # under way, or the last one
         self._paused = self._kv_released = False
         self._planning = asyncio.Lock()
@@ -63,7 +66,9 @@ class EngineSession(ReplicaSession):
             if self._version is not None and plan.version < self._version:
                 raise self._error("plan", f"version {plan.version} is older than the committed {self._version}")
             readers = await self._receiver.open(plan)
-            self._session, self._staging, self._begun, self._ended = plan.session, plan.staging, 1, 1
+            self._session, self._limits, self._begun = plan.session, plan.limits, {"plan"}
+            self._ends = {phase: asyncio.get_running_loop().create_future() for phase in PHASES_OF[plan.staging]}
+            self._ends["plan"].set_result(None)
             return readers
 
     async def pause(self, session: str, mode: PauseMode, deadline_s: float) -> int:
@@ -112,7 +117,7 @@ class EngineSession(ReplicaSession):
             for role, sent in digests.items():
                 if (found := await self._engine.digest(role)) != sent:
                     message = f"the {role}'s digest is {found}, the senders' is {sent}: different weights arrived"
-                    raise self._error("verify", message)
+                    raise SyncError("verify", self._name, None, None, message)
 
         await self._run("verify", session, verify)
 
@@ -158,20 +163,19 @@ class EngineSession(ReplicaSession):
         SyncError if one of them failed, if this phase was gone through before, or if the session ended meanwhile:
         another one began, or this one was aborted."""
         self._check(session, phase)
-        phases = _PHASES[self._staging]
+        ends, phases = self._ends, list(self._ends)
         if phase not in phases:
-            raise self._error(phase, f"not a phase of a session with staging {self._staging}")
-        before = phases.index(phase)
-        while self._ended < before and self._failed is None:
-            await self._moved.wait()
-            self._check(session, phase)
-        if self._failed is not None:
-            raise self._error(phase, f"expected after {self._failed}, which failed")
-        if self._begun != before:
-            raise self._error(phase, f"called again, after {phases[self._begun - 1]}")
-        self._begun += 1
+            raise self._error(phase, f"expected one of {', '.join(phases)}")
+        before = phases[phases.index(phase) - 1]
+        problem = await asyncio.shield(ends[before]) if phase not in self._begun else None
+        self._check(session, phase)
+        if phase in self._begun:
+            problem = "called again"
+        if problem is not None:
+            raise self._error(phase, problem)
+        self._begun.add(phase)
         self._phase = under_way = asyncio.create_task(work(), name=phase)
-        under_way.add_done_callback(lambda task: self._phase_ended(session, task))
+        under_way.add_done_callback(partial(self._phase_ended, ends, now_s()))
         try:
             result = await asyncio.shield(under_way)
         except asyncio.CancelledError:
@@ -186,24 +190,17 @@ class EngineSession(ReplicaSession):
         if session != self._session:
             raise self._error(phase, f"session {session} is over; this replica is in session {self._session}")
 
-    def _phase_ended(self, session: str, phase: asyncio.Task[Any]) -> None:
-        """Also without the caller, who may have given up."""
-        failed = phase.cancelled() or phase.exception() is not None
-        if session == self._session:
-            if failed:
-                self._failed = phase.get_name()
-            else:
-                self._ended += 1
-            self._move()
-
-    def _end_session(self) -> None:
-        self._session, self._failed = None, None
-        self._begun = self._ended = 0
-        self._move()
-
-    def _move(self) -> None:
-        self._moved.set()
-        self._moved = asyncio.Event()
+    def _phase_ended(
+        self, ends: Mapping[str, asyncio.Future[str | None]], began_s: float, task: asyncio.Task[Any]
+    ) -> None:
+        """Called even if its caller has given up."""
+        phase = task.get_name()
+        if task.cancelled() or task.exception() is not None:
+            _stop(ends, f"expected after {phase}, which failed")
+        elif now_s() - began_s > self._limits.get(phase, math.inf):
+            _stop(ends, f"expected after {phase}, for which the session no longer waited")
+        elif not ends[phase].done():
+            ends[phase].set_result(None)
 
     def _error(self, phase: str, message: str) -> SyncError:
         return SyncError(phase, self._name, self._version, None, message)
@@ -212,11 +209,17 @@ class EngineSession(ReplicaSession):
         """Leave the session; returns when nothing of it is under way any more: the engine is paused or not, and nothing
         writes into the weights. A pause, which may wait for long samples, is taken back."""
         self._end_session()
+        if (phase := self._phase) is not None and phase.get_name() == "commit":  # all or nothing
+            await asyncio.wait([phase])
         await self._receiver.abort()
-        if (phase := self._phase) is not None:
+        if phase is not None:
             if phase.get_name() == "pause":
                 phase.cancel()
             await asyncio.wait([phase])
+
+    def _end_session(self) -> None:
+        _stop(self._ends, "the session is over")
+        self._session, self._ends = None, {}
 
     async def _restore_kv(self) -> None:
         if self._kv_released:
@@ -226,3 +229,10 @@ class EngineSession(ReplicaSession):
     async def _resume(self, version: PolicyVersion) -> None:
         await self._engine.resume(version)
         self._paused = False
+
+
+def _stop(ends: Mapping[str, asyncio.Future[str | None]], why: str) -> None:
+    """No phase begins any more."""
+    for end in ends.values():
+        if not end.done():
+            end.set_result(why)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -28,7 +28,7 @@ from asyncrl.param_sync.digest import ROLES, combine_hashes
 from asyncrl.param_sync.errors import ALL_REPLICAS, SyncError
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.manifest import Manifest, ManifestError, Role
-from asyncrl.param_sync.sender import SendPlan, SendReport
+from asyncrl.param_sync.sender import SendPlan
 from asyncrl.param_sync.session_protocol import (
     KVMode,
     PauseMode,
@@ -51,9 +51,10 @@ PHASES = ("plan", "pause", "unload", "transfer", "load", "verify", "commit", "re
 @dataclass
 class SyncReport:
     """Result of a session. ``seconds``: by phase, from the first replica's entry to the last one's exit, so phases may
-    overlap. ``held_requests``: requests that the pause aborted, kept or waited for. ``freed_bytes``: of KV cache, by
-    replica. ``paused_s``: by replica. ``evicted``: errors by replica. ``ceiling``: speed of the slowest link in bytes
-    per second, if all senders measured theirs."""
+    overlap; of phases called at once a relay may report the end of several together, and the first one then gets their
+    time. ``held_requests``: requests that the pause aborted, kept or waited for. ``freed_bytes``: of KV cache, by
+    replica. Both without replicas that failed. ``paused_s``: by replica. ``evicted``: errors by replica. ``ceiling``:
+    speed of the slowest link in bytes per second, if all senders measured theirs."""
 
     session: str
     version: PolicyVersion
@@ -141,7 +142,8 @@ class SyncSession:
             manifest = manifest.without_base()
         addresses = tuple(offer.address for offer in offers)
         staging: Staging = "full" if self._full else "bucket"
-        plan = ReceivePlan(self._session, self._version, manifest, addresses, self._deadlines.plan_s, staging)
+        deadline_s, limits = self._deadlines.plan_s, {phase: self._limit_s(phase) for phase in PHASES}
+        plan = ReceivePlan(self._session, self._version, manifest, addresses, deadline_s, staging, limits)
 
         async def join(name: str, replica: ReplicaSession) -> None:
             self._readers[name] = tuple(await self._call("plan", name, replica.plan(plan)))
@@ -160,17 +162,16 @@ class SyncSession:
         return any(needed)
 
     async def _quiesce(self, name: str, replica: ReplicaSession) -> None:
-        self._paused(name, await self._in_turn(name, self._pausing(name, replica)))
+        self._note_pause(name, await self._in_turn(name, self._pause_calls(replica)))
 
-    def _pausing(self, name: str, replica: ReplicaSession) -> _Calls:
+    def _pause_calls(self, replica: ReplicaSession) -> _Calls:
         mode, kv = cast(PauseMode, self._config.pause), cast(KVMode, self._config.kv)
-        self._pausing_since[name] = now_s()
         return {
             "pause": replica.pause(self._session, mode, self._deadlines.pause_s),
             "unload": replica.unload(self._session, kv),
         }
 
-    def _paused(self, name: str, answers: Mapping[str, Any]) -> None:
+    def _note_pause(self, name: str, answers: Mapping[str, Any]) -> None:
         self._report.held_requests += answers["pause"]
         self._report.freed_bytes[name] = answers["unload"]
 
@@ -178,10 +179,10 @@ class SyncSession:
         """Staging ``full``: load the host copies, in all replicas at once or one after the other."""
 
         async def change(name: str, replica: ReplicaSession) -> None:
-            loading: _Calls = {"load": replica.load(self._session)}
-            calls = self._pausing(name, replica) | loading | self._adopting(replica)
-            self._paused(name, await self._in_turn(name, calls))
-            self._adopted(name)
+            load: _Calls = {"load": replica.load(self._session)}
+            calls = self._pause_calls(replica) | load | self._adopt_calls(replica)
+            self._note_pause(name, await self._in_turn(name, calls))
+            self._serve(name)
 
         if self._config.rollout_update == "rolling":
             for name in list(self._active):
@@ -208,7 +209,11 @@ class SyncSession:
         for name, replica in self._active.items():
             receive = self._call("transfer", name, replica.receive(self._session, limit_s))
             self._receiving[name] = asyncio.create_task(receive)
-        reports = await _all(sending)
+        try:
+            reports = await asyncio.gather(*sending)  # the first failure at once: it may keep the others waiting
+        finally:
+            for task in sending:
+                task.cancel()
         replica_of = {reader: name for name, readers in self._readers.items() for reader in readers}
         self._dropped = {
             replica_of[reader]: f"{sender} dropped it: {why}"
@@ -237,10 +242,10 @@ class SyncSession:
     async def _receive_and_adopt(self, name: str, replica: ReplicaSession) -> None:
         """One step, so that a replica with all its weights does not wait, paused, for the others."""
         await self._received(name, replica)
-        await self._in_turn(name, self._adopting(replica))
-        self._adopted(name)
+        await self._in_turn(name, self._adopt_calls(replica))
+        self._serve(name)
 
-    def _adopting(self, replica: ReplicaSession) -> _Calls:
+    def _adopt_calls(self, replica: ReplicaSession) -> _Calls:
         return {
             "verify": replica.verify(self._session, self._report.digests),
             "commit": replica.commit(self._session, self._version),
@@ -248,7 +253,7 @@ class SyncSession:
             "resume": replica.resume(self._session, self._version),
         }
 
-    def _adopted(self, name: str) -> None:
+    def _serve(self, name: str) -> None:
         self._fleet.serve(name, self._version)
         self._report.paused_s[name] = now_s() - self._pausing_since.pop(name)
 
@@ -312,6 +317,8 @@ class SyncSession:
     async def _in_turn(self, name: str, calls: _Calls) -> dict[str, Any]:
         """Answers of a replica's calls, by phase. They are made all at once, as the replica goes through them in turn:
         so it does not wait, paused, for the next one. Each has its deadline from the answer before."""
+        if "pause" in calls:
+            self._pausing_since[name] = now_s()
         made = {phase: asyncio.ensure_future(call) for phase, call in calls.items()}
         try:
             return {phase: await self._call(phase, name, call) for phase, call in made.items()}
@@ -321,20 +328,24 @@ class SyncSession:
     async def _call(self, phase: str, who: str, answer: Awaitable[T]) -> T:
         """Await a call of this phase within its deadline; a party that keeps the deadline itself has a moment longer to
         say what it waited for. Every failure except ManifestError becomes a SyncError with phase, party and version."""
-        deadline_s: float = getattr(self._deadlines, f"{'transfer' if phase == 'load' else phase}_s")
+        limit_s = self._limit_s(phase)
         with self._timed(phase, who):
             try:
-                async with asyncio.timeout(deadline_s + _LAST_WORDS_S):
+                async with asyncio.timeout(limit_s):
                     return await answer
             except ManifestError:
                 raise
             except SyncError as e:
                 raise e.located(who, self._version) from e
             except TimeoutError as e:
-                message = str(e) or f"no answer within the deadline of {deadline_s:g} s"
+                message = str(e) or f"no answer within the deadline of {limit_s - _LAST_WORDS_S:g} s"
                 raise SyncError(phase, who, self._version, None, message) from e
             except Exception as e:
                 raise SyncError(phase, who, self._version, None, f"{type(e).__name__}: {e}") from e
+
+    def _limit_s(self, phase: str) -> float:
+        deadline_s: float = getattr(self._deadlines, f"{'transfer' if phase == 'load' else phase}_s")
+        return deadline_s + _LAST_WORDS_S
 
     @contextlib.contextmanager
     def _timed(self, phase: str, who: str) -> Iterator[dict[str, Any]]:
@@ -345,12 +356,3 @@ class SyncSession:
             finally:
                 first_s, last_s = self._times.get(phase, (start_s, start_s))
                 self._times[phase] = (min(first_s, start_s), max(last_s, now_s()))
-
-
-async def _all(sending: Sequence[asyncio.Task[SendReport]]) -> list[SendReport]:
-    """The first failure is raised at once: the other senders may wait for it in a collective."""
-    try:
-        return await asyncio.gather(*sending)
-    finally:
-        for task in sending:
-            task.cancel()

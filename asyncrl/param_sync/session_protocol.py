@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
@@ -26,7 +26,8 @@ Staging = Literal["bucket", "full"]
 
 @dataclass(frozen=True)
 class ReceivePlan:
-    """Description of a session for a replica. ``addresses``: of all senders."""
+    """Description of a session for a replica. ``addresses``: of all senders. ``limits``: seconds that the session waits
+    for a phase, by phase."""
 
     session: str
     version: PolicyVersion
@@ -34,6 +35,7 @@ class ReceivePlan:
     addresses: tuple[Address, ...]
     deadline_s: float
     staging: Staging = "bucket"
+    limits: Mapping[str, float] = field(default_factory=dict)
 
 
 class Offer(NamedTuple):
