@@ -668,6 +668,35 @@ async def test_no_phase_follows_one_for_which_the_session_no_longer_waits():
     assert engine.calls == ["pause wait"]
 
 
+async def test_a_commit_that_has_begun_is_not_aborted():
+    """An engine might commit what is left of the weights."""
+
+    class Noting(Nothing):
+        def __init__(self):
+            self.calls = []
+
+        async def commit(self, version):
+            self.calls.append("commit")
+
+        async def abort(self):
+            self.calls.append("abort")
+
+    session = EngineSession("replica/0", Slow(), receiver := Noting())
+    await session.plan(plan(1))
+    calls = calls_of(session, 1)
+    for phase in ("pause", "unload", "receive", "verify"):
+        await calls.pop(phase)
+    receiver.calls.clear()
+    committing = asyncio.ensure_future(calls.pop("commit"))
+    ending = asyncio.ensure_future(session.abort("s1"))
+    for call in calls.values():
+        call.close()
+    with pytest.raises(SyncError, match="session s1 ended during this phase"):
+        await committing
+    assert await ending == version(1)
+    assert receiver.calls == ["commit", "abort"]
+
+
 async def test_a_phase_is_gone_through_once():
     session = EngineSession("replica/0", Slow(), Nothing())
     await session.plan(plan(1))
