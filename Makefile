@@ -86,6 +86,7 @@ torture-short: venv
 	$(BIN)/python -m tests.torture.storm 1 --faults 6 --steps 20
 	$(BIN)/python -m tests.torture.storm 2 --faults 4 --steps 20 --machines 2
 	$(BIN)/python -m tests.torture.options 1 --runs 1
+	$(BIN)/python -m pytest -q -m faults tests/test_resume.py -k bit_for_bit -o timeout=900
 
 test-slow: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m pytest -q -m slow -o timeout=1500

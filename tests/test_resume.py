@@ -73,6 +73,7 @@ def folder(killed, tmp_path) -> Path:
     return Path(shutil.copytree(killed, tmp_path / "run", symlinks=True))
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_a_run_killed_between_checkpoints_and_resumed_equals_an_undisturbed_one_bit_for_bit(inputs, begin, tmp_path):
     undisturbed = begin(inputs, tmp_path / "undisturbed" / "run", *DETERMINISTIC)
