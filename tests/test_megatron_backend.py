@@ -11,7 +11,6 @@ import torch.distributed as dist
 from asyncrl.models.checkpoint import is_draft, load_decoder, read_tensors, save_checkpoint
 from asyncrl.models.chunked import ChunkedAcceptance, ChunkedCrossEntropy, ChunkedScores
 from asyncrl.models.config import CheckpointError, DecoderConfig
-from asyncrl.processes.device_memory import DeviceMemoryError
 from asyncrl.trainer.backends.base import NonFiniteError
 from asyncrl.trainer.backends.megatron import draft
 from asyncrl.trainer.backends.megatron.bridges import bridge_of
@@ -27,7 +26,7 @@ from asyncrl.trainer.batches import build_batch
 from asyncrl.types.groups import Group
 from tests.support.delta_nets import make_delta_net
 from tests.support.megatron import APART, OPTIONS, make_experts
-from tests.support.trainer import make_checkpoint, make_config, make_groups, weights
+from tests.support.trainer import expect_memory_named, make_checkpoint, make_config, make_groups, weights
 
 from megatron.core.transformer import multi_token_prediction  # isort: skip (after what makes it run without CUDA)
 
@@ -457,14 +456,7 @@ def test_a_train_step_that_runs_out_of_memory_names_what_it_held(checkpoint, sta
     nbytes = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
     for kind, share in {"parameters": 1, "reference": 1, "gradients": 1, "optimizer": 2}.items():
         assert held[kind] == pytest.approx(share * nbytes, rel=0.05), kind  # buffers are padded
-
-    def exhausted(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr(rank._backend, "_accumulate_gradients", exhausted)
-    said = r"cpu ran out of memory in a train step.*parameters 0\.00, reference 0\.00, gradients 0\.00, optimizer 0\.00"
-    with pytest.raises(DeviceMemoryError, match=said):
-        rank.train(0, make_groups())
+    expect_memory_named(rank, monkeypatch, "parameters 0.00, reference 0.00, gradients 0.00, optimizer 0.00")
 
 
 # -- offload -------------------------------------------------------------------------------------------------------

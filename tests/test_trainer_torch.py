@@ -25,7 +25,6 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.buckets import Bucket, TensorPart
 from asyncrl.param_sync.digest import combine_hashes, digest_tensors, flat_bytes, hash_tensor
 from asyncrl.param_sync.live_weights import LiveWeights
-from asyncrl.processes.device_memory import DeviceMemoryError
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.trainer.backends import state as staged_state
 from asyncrl.trainer.backends.base import NonFiniteError
@@ -37,6 +36,7 @@ from asyncrl.types.groups import Group
 from asyncrl.types.versions import PolicyVersion
 from tests.support.trainer import (
     VOCAB,
+    expect_memory_named,
     first_gradient,
     make_checkpoint,
     make_config,
@@ -73,14 +73,7 @@ def test_a_train_step_that_runs_out_of_memory_names_weights_and_optimizer(checkp
     trained = sum(tensor.nbytes for name, tensor in tensors.items() if not is_draft(name))
     assert held["weights"] == sum(tensor.nbytes for tensor in tensors.values())
     assert 2 * trained <= held["optimizer"] < 2.01 * trained  # two moments, and steps
-
-    def exhausted(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr(rank._backend, "_accumulate_gradients", exhausted)
-    said = r"cpu ran out of memory in a train step.*weights 0\.00, optimizer 0\.00.*trainer\.max_tokens_per_micro_batch"
-    with pytest.raises(DeviceMemoryError, match=said):
-        rank.train(0, make_groups())
+    expect_memory_named(rank, monkeypatch, "weights 0.00, optimizer 0.00")
 
 
 def test_neither_micro_batches_nor_chunks_nor_checkpointing_change_the_gradient(checkpoint, start_rank):

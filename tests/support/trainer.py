@@ -1,6 +1,9 @@
 """Trainer ranks on small random checkpoints, and groups to train on."""
 
+import re
+
 import numpy as np
+import pytest
 import torch
 
 from asyncrl.config.schema import Config
@@ -8,6 +11,7 @@ from asyncrl.models.checkpoint import save_checkpoint
 from asyncrl.models.config import DecoderConfig
 from asyncrl.models.decoder import Decoder
 from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.processes.device_memory import DeviceMemoryError
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
@@ -130,3 +134,15 @@ def plain_loss(groups, logprobs_of):
             total = total - (advantages[s] * logprobs_of(prompt, response) * mask).sum()
             trained += int(mask.sum())
     return total / trained
+
+
+def expect_memory_named(rank, monkeypatch, held):
+    """Check that a train step which runs out of memory names in one line what was ``held``, and what to lower."""
+
+    def exhausted(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(rank._backend, "_accumulate_gradients", exhausted)
+    said = rf"cpu ran out of memory in a train step.*{re.escape(held)}.*trainer\.max_tokens_per_micro_batch"
+    with pytest.raises(DeviceMemoryError, match=said):
+        rank.train(0, make_groups())
