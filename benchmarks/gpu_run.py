@@ -65,7 +65,7 @@ from asyncrl.rollouter.answering import Answering
 from asyncrl.rollouter.engine_lease import LeasedEngine
 from asyncrl.rollouter.held_queue import HeldQueue
 from asyncrl.rollouter.loop import RolloutLoop
-from asyncrl.rollouter.pacing import GenerationPacer, run_pacer
+from asyncrl.rollouter.pacing import GenerationPacer
 from asyncrl.rollouter.validation import Validation
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
@@ -288,7 +288,7 @@ class RolloutPool:
 
     def __init__(self, config: Config, derived: Derived, queue: SampleQueue) -> None:
         self._config, self._derived = config, derived
-        self._pace_queue, self._queue = queue, HeldQueue(queue, Holder(token=HOLDER))
+        self._queue = HeldQueue(queue, Holder(token=HOLDER))
         self._recorder = Recorder("rollouter")
         self._prompts, held_out = load_run_prompts(config.data)
         self._held_out = held_out[: config.validation.max_prompts or None]
@@ -339,14 +339,10 @@ class RolloutPool:
     async def _roll_out(self) -> None:
         recovery = await self._queue.recover()
         maker = self._answering.maker
-        loop = RolloutLoop(self._config, self._derived.slots, self.order(), maker, self._queue, self._recorder)
-        self._loop = loop
-        pacer = GenerationPacer(self._config.rollout.engine.slots)
-        async with asyncio.TaskGroup() as tasks:
-            set_limit = self.router.set_max_running_requests
-            pacing = tasks.create_task(run_pacer(pacer, self._pace_queue, lambda: loop.blocked_s, set_limit))
-            await loop.run(recovery)
-            pacing.cancel()
+        pacer = GenerationPacer(self._config.rollout.engine.slots, self.router.set_max_running_requests)
+        slots, queue = self._derived.slots, self._queue
+        self._loop = RolloutLoop(self._config, slots, self.order(), maker, queue, self._recorder, pacer)
+        await self._loop.run(recovery)
         await asyncio.Event().wait()  # a rollback may reopen the queue
 
 

@@ -36,7 +36,7 @@ FORMS = (
 #: calls that carry a sample's tokens to another process, in order
 CROSSINGS = (
     "asyncrl.rollouter.actors:EngineReplicaActor.events",  # replica → rollouter
-    "asyncrl.sample_queue.actor:SampleQueueActor.put",  # rollouter → queue
+    "asyncrl.sample_queue.actor:SampleQueueActor.put_and_issue",  # rollouter → queue
     "asyncrl.sample_queue.actor:SampleQueueActor.lease",  # queue → object store, by the driver
     "asyncrl.trainer.actors:TrainerRankActor.train",  # object store → ranks
 )

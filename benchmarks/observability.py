@@ -77,7 +77,7 @@ def main() -> None:
         before = os.environ.get("PYTHONPATH", "")
         os.environ |= {"PYTHONPATH": f"{ROOT / 'benchmarks/observed'}{os.pathsep}{before}", FOLDER: str(observed)}
         options = [f"trainer.total_steps={args.steps}", "reporting.wandb.mode=offline", *args.overrides]
-        with CpuSeconds(WANDB_PROCESS, since=folder / "seed-0") as cpu:
+        with CpuSeconds(WANDB_PROCESS) as cpu:
             run(0, checkpoint, data, folder, options)
         seconds: Counter[str] = Counter()
         for file in observed.iterdir():

@@ -14,9 +14,10 @@
   the batch. The time that a batch takes to fill does not depend on the queue; the table shows it as well. Each is the
   median of the windows' percentiles.
 - ``ledger_cpu_share``: CPU seconds of spool, ledger and leases over those of all processes of a quickstart run, Ray's
-  included. They run in two threads of the queue's process: the journal's writer and the loop that serves the calls. The
-  figure counts the two busiest threads since the ledger was opened, an upper bound. ``ledger_cpu_ms_per_group``: these
-  seconds for each group of that run. ``queue_process_cpu_share``: the whole process, with its start and Ray's share.
+  included. They run in two threads of the queue's process, the journal's writer and the loop that serves the calls,
+  which count whole (``perf/ledger_cpu_s``); the thread that stores snapshots does not. ``ledger_cpu_ms_per_group``:
+  these seconds for each group of that run. ``queue_process_cpu_share``: the whole process, with its start and Ray's own
+  threads.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class Producer:
         acknowledged: list[float] = []
 
         async def put(arrivals: list[tuple[float, bytes]]) -> None:
-            if refused := await self._queue.put([payload for _, payload in arrivals]):
+            refused, _ = await self._queue.put_and_issue([payload for _, payload in arrivals], (), 0)
+            if refused:
                 raise RuntimeError(f"expected the queue to accept all groups, found {refused[0]}")
             at_s = now_s()
             acknowledged.extend(at_s - arrived_s for arrived_s, _ in arrivals)
@@ -329,24 +331,19 @@ def sync_ms(folder: Path) -> float:
 # -- share of a run's CPU time -------------------------------------------------------------------------------------
 
 QUEUE_PROCESS = "ray::SampleQueueActor"
-QUEUE_THREADS = 2  # the loop that serves its calls, and the journal's writer
 
 
 def quickstart_cpu(steps: int, checkpoint: Path, data: Path) -> tuple[CpuSeconds, float, float]:
-    """CPU seconds of a quickstart of ``steps``: all processes, and the journal's writer by its own count; and its
-    groups.
+    """CPU seconds of a quickstart of ``steps``: all processes, and the queue's two threads; and its groups.
 
     Raises SystemExit if the queue's process was not found or the run failed."""
     quickstart.ensure_inputs(checkpoint, data)
     # little validation: it costs the queue nothing, and runs only twice whatever the number of steps
     overrides = [f"trainer.total_steps={steps}", "validation.max_prompts=64"]
-    with tempfile.TemporaryDirectory(prefix="asyncrl-") as name:
-        folder = Path(name)
-        ledger = folder / "seed-0" / "ledger.sqlite"
-        with CpuSeconds(QUEUE_PROCESS, since=ledger) as cpu:
-            summary = quickstart.run(0, checkpoint, data, folder, overrides)
-    if math.isnan(cpu.threads_s(QUEUE_THREADS)):
-        raise SystemExit(f"expected a process named {QUEUE_PROCESS} that opens {ledger}, found none")
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as name, CpuSeconds(QUEUE_PROCESS) as cpu:
+        summary = quickstart.run(0, checkpoint, data, Path(name), overrides)
+    if math.isnan(cpu.process_s):
+        raise SystemExit(f"expected a process named {QUEUE_PROCESS}, found none")
     return cpu, summary["perf/ledger_cpu_s"], summary["count/issued"]
 
 
@@ -400,13 +397,11 @@ def measure_queue(windows: int, window_s: float, latency_window_s: float) -> dic
 
 def measure_cpu(steps: int, checkpoint: Path, data: Path) -> dict[str, float]:
     """Measure CPU seconds of a quickstart, and print their table. Returns the figures of the last line."""
-    cpu, journal_s, groups = quickstart_cpu(steps, checkpoint, data)
-    ledger_s = cpu.threads_s(QUEUE_THREADS)
+    cpu, ledger_s, groups = quickstart_cpu(steps, checkpoint, data)
     rows = {
         "all processes": cpu.all_s,
-        "spool, ledger and leases (upper bound)": ledger_s,
-        "of which the journal's writer": journal_s,
-        "the queue's process, with its start and Ray's share": cpu.process_s,
+        "spool, ledger and leases": ledger_s,
+        "the queue's process, with its start and Ray's threads": cpu.process_s,
     }
     print(f"\n{f'a quickstart of {steps} steps':54}{'CPU s':>10}{'share':>11}")
     for name, seconds in rows.items():

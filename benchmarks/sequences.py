@@ -203,13 +203,15 @@ class Budget:
         await self._room.acquire()
         return Admitted([tickets[0].uid], [], tickets[0].place + 1)
 
-    async def put(self, groups: Sequence[bytes]) -> list[Any]:
-        for _ in groups:
-            self._room.release()
-        return []
+    async def put_and_issue(
+        self, groups: Sequence[bytes], tickets: Sequence[Ticket], count: int
+    ) -> tuple[list[Any], Admitted]:
+        await self.drop(groups)
+        return [], await self.issue(tickets, count) if tickets else Admitted([], [], 0)
 
     async def drop(self, drops: Sequence[Any]) -> None:
-        await self.put([b""] * len(drops))
+        for _ in drops:
+            self._room.release()
 
     async def overdue(self) -> list[str]:
         return await asyncio.Event().wait()  # type: ignore[return-value]

@@ -92,7 +92,7 @@ class Run:
         return False
 
     # queue
-    async def lease(self, step, count, having=(), wait=True):
+    async def lease(self, step, count, having=()):
         await asyncio.sleep(0.01)
         return Lease((LeasedGroup("g", self.served[0], 0.0, 0.0),)), None
 
@@ -103,7 +103,7 @@ class Run:
         self.final_step = step
 
     async def announce(self, version): ...
-    async def publish(self, version, trained=None, rolling=False): ...
+    async def publish(self, version, trained=None, rolling=False, starved_s=0.0): ...
 
     async def rollback(self, step):
         self.lineage += 1

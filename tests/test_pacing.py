@@ -1,59 +1,55 @@
 """The pacer's limit follows the trainer's pace."""
 
-import asyncio
-
-from asyncrl.rollouter.pacing import MIN_SHARE, GenerationPacer, run_pacer
+from asyncrl.rollouter.pacing import MIN_SHARE, GenerationPacer
 
 
 def test_waiting_for_budget_narrows_and_a_waiting_trainer_widens():
-    pacer = GenerationPacer(20)
-    assert pacer.limit is None  # no limit: requests wait at the engine for free slots
-    assert pacer.observe(blocked=0.4, starved=0.0) == 19
-    assert pacer.observe(blocked=0.1, starved=0.02) == 19  # both within bounds
-    assert pacer.observe(blocked=0.4, starved=0.2) is None  # a starving trainer widens it
+    limits = []
+    pacer = GenerationPacer(20, limits.append)
+    pacer.observe(blocked=0.4, starved=0.0)
+    pacer.observe(blocked=0.1, starved=0.02)  # both within bounds
+    pacer.observe(blocked=0.4, starved=0.2)  # a starving trainer widens it
+    assert limits == [None, 19, 19, None]  # no limit: requests wait at the engine for free slots
     for _ in range(30):
         pacer.observe(blocked=0.9, starved=0.0)
-    assert pacer.limit == round(MIN_SHARE * 20)
+    assert limits[-1] == round(MIN_SHARE * 20)
     pacer.observe(blocked=0.0, starved=0.5)
     pacer.observe(blocked=0.0, starved=0.5)
-    assert pacer.limit is None  # no limit: requests wait at the engine for free slots
+    assert limits[-1] is None
 
 
 def test_synchronous_training_never_narrows():
-    pacer = GenerationPacer(20)
+    limits = []
+    pacer = GenerationPacer(20, limits.append)
     for _ in range(9):
-        assert pacer.observe(blocked=0.5, starved=0.5) is None
+        pacer.observe(blocked=0.5, starved=0.5)
+    assert limits == [None] * 10
 
 
-async def test_the_limit_settles_where_two_pools_are_balanced():
+def test_the_limit_settles_where_two_pools_are_balanced():
     """Generation of a version takes 16 / limit seconds, training 1: the balance is a limit of 16."""
-    limit, limits = 20.0, []
-    pacer = GenerationPacer(20)
+    limits = []
+    pacer = GenerationPacer(20, limits.append)
     for _ in range(40):
-        generating = 16 / limit
+        generating = 16 / (limits[-1] or 20)
         version_s = max(1.0, generating)
-        limit = pacer.observe((version_s - generating) / version_s, (version_s - 1.0) / version_s) or 20
-        limits.append(limit)
+        pacer.observe((version_s - generating) / version_s, (version_s - 1.0) / version_s)
     assert all(16 < x <= 18 for x in limits[-10:])  # generation is slightly faster than training
 
 
-async def test_the_limit_is_adjusted_at_each_version(monkeypatch):
-    monkeypatch.setattr("asyncrl.rollouter.pacing.POLL_EVERY_S", 0.0)
-    clock = iter(range(1000))
-    monkeypatch.setattr("asyncrl.rollouter.pacing.now_s", lambda: float(next(clock)))
-    held, limits = [0.0], []
-
-    class Queue:
-        calls = 0
-
-        async def stats(self):
-            self.calls += 1
-            held[0] += 0.25
-            return {"fully_async/version": self.calls // 4, "fully_async/queue/starved_s": 0.0}
-
-    task = asyncio.create_task(run_pacer(GenerationPacer(20), Queue(), lambda: held[0], limits.append))
-    while len(limits) < 3:
-        await asyncio.sleep(0)
-    task.cancel()
-    assert limits == sorted(limits, reverse=True)
-    assert limits[0] < 20
+def test_the_limit_is_adjusted_once_for_each_version_to_the_time_since_the_one_before(monkeypatch):
+    clock, limits = [0.0], []
+    monkeypatch.setattr("asyncrl.rollouter.pacing.now_s", lambda: clock[0])
+    pacer = GenerationPacer(20, limits.append)
+    pacer.note_version(None, blocked_s=7.0, starved_s=0.0)  # before the first version
+    for second, number, blocked_s, starved_s in [
+        (10, 0, 9.0, 9.0),
+        (12, 0, 10.0, 9.0),
+        (20, 1, 11.0, 9.1),  # 0.2 and 0.01 of its time
+        (25, 1, 11.5, 9.1),
+        (30, 2, 11.9, 9.1),  # 0.09: not blocked enough
+        (40, 3, 13.0, 9.4),  # the trainer starved
+    ]:
+        clock[0] = float(second)
+        pacer.note_version(number, blocked_s, starved_s)
+    assert limits == [None, 19, 19, None]

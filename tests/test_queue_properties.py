@@ -78,10 +78,9 @@ class WouldWait(AssertionError):
     """Raised instead of waiting; fails a history that does not expect it."""
 
 
-class Impatient(asyncio.Condition):
+async def impatient(predicate) -> None:
     """Raises WouldWait instead of waiting."""
-
-    async def wait(self):
+    if not predicate():
         raise WouldWait
 
 
@@ -156,7 +155,7 @@ class History:
         s = self.setting
         admission = Admission(s.per_version, Fraction(s.threshold), self.total)
         self.queue = SampleQueue(admission, self.records, s.order, s.overdue, max_attempts=ATTEMPTS)
-        self.queue._changed = Impatient()
+        self.queue._wait_until = impatient
         self.again = [uid for uid in self.again if uid in self.live]
 
     async def call(self, method: str, *args):
@@ -251,11 +250,16 @@ class History:
             start.append(uid)
         passed = [uid for uid in uids if uid in self.again and uid not in self.live]
         tickets = [Ticket(uid, uid, 0, int(uid[1:])) for uid in uids]
+        issued = new + sum(uid not in self.live for uid in start)
+        admitted = Admitted(start, passed, issued, self.version.number if self.served else None)
         if not (start or passed):
             await self.must_wait(self.queue.issue(tickets, len(tickets)))
+            assert await self.call("put_and_issue", [], tickets, len(tickets)) == ([], admitted)
             return False
-        issued = new + sum(uid not in self.live for uid in start)
-        assert await self.call("issue", tickets, len(tickets)) == Admitted(start, passed, issued)
+        if self.random.random() < 0.5:
+            assert await self.call("issue", tickets, len(tickets)) == admitted
+        else:
+            assert await self.call("put_and_issue", [], tickets, len(tickets)) == ([], admitted)
         self.again = [uid for uid in self.again if uid not in passed]
         for uid in start:
             spans = [self.random.choice(list(self.served))]
@@ -274,7 +278,11 @@ class History:
         if not uids:
             return False
         late = self.gone[: self.random.randint(0, 1)]  # a group that was cancelled meanwhile changes nothing
-        await self.call("put", [self.finish(uid) for uid in [*late, *uids]])
+        groups = [self.finish(uid) for uid in [*late, *uids]]
+        if self.random.random() < 0.5:
+            await self.call("put", groups)
+        else:
+            await self.call("put_and_issue", groups, [], 1)
         self.live |= dict.fromkeys(uids, QUEUED)
         await self.notice_overdue()
         return True
@@ -641,7 +649,7 @@ def rollback_keeps_what_was_trained(patch) -> None:
 def restored_version_begins_now(patch) -> None:
     """A restored version's T is the number of groups trained by now, not when its number was first published."""
 
-    async def publish(self, version, trained=None, rolling=False, original=SampleQueue.publish):
+    async def publish(self, version, trained=None, rolling=False, starved_s=0.0, original=SampleQueue.publish):
         return await original(self, version, None, rolling)
 
     patch.setattr(SampleQueue, "publish", publish)

@@ -704,7 +704,36 @@ async def test_the_sender_sends_at_once_while_urgent_and_in_batches_otherwise():
     sender.add(4)
     await asyncio.wait_for(sender.drained(), 5)
     assert sent == [[1], [2, 3], [4]]
+    urgent.clear()
+    assert not sender.hurry()  # nothing waits
+    sender.add(5)
+    await asyncio.sleep(0.01)
+    assert sent == [[1], [2, 3], [4]]
+    assert sender.hurry()
+    await asyncio.wait_for(sender.drained(), 5)
+    assert sent[3:] == [[5]]
     running.cancel()
+
+
+class CountedCalls:
+    """A queue that counts its calls by name."""
+
+    def __init__(self, queue) -> None:
+        self.queue, self.calls = queue, Counter()
+
+    def __getattr__(self, name):
+        self.calls[name] += 1
+        return getattr(self.queue, name)
+
+
+async def test_while_all_slots_are_busy_groups_end_and_start_in_one_call(inputs):
+    options = ("trainer.mini_batch_groups=40", "rollout.engine.slots=4")
+    async with System(inputs, lambda prompt, i: fine(float(i)), *options) as system:
+        system.loop._queue = counted = CountedCalls(system.queue)
+        await system.groups(40)
+        calls = counted.calls
+    assert calls["put_and_issue"] > calls["issue"]
+    assert calls["put_and_issue"] + calls["issue"] < 60  # eighty and more, each on its own
 
 
 async def test_groups_start_as_samples_end_and_a_straggler_occupies_one_slot_only():

@@ -336,17 +336,17 @@ async def test_overdue_groups_are_cancelled_and_neither_put_nor_dropped(inputs):
         system = System(inputs, judge, *EPOCH, replicas={"r": leased(engine)})
         overdue: asyncio.Queue[list[str]] = asyncio.Queue()
         reported: list[str] = []
-        put, drop = system.queue.put, system.queue.drop
+        put, drop = system.queue.put_and_issue, system.queue.drop
 
-        async def noted_put(groups):
+        async def noted_put(groups, *more):  # `put` calls it, too
             reported.extend(Group.from_buffer(g).uid for g in groups)
-            return await put(groups)
+            return await put(groups, *more)
 
         async def noted_drop(drops):
             reported.extend(drop.uid for drop in drops)
             await drop(drops)
 
-        system.queue.overdue, system.queue.put, system.queue.drop = overdue.get, noted_put, noted_drop
+        system.queue.overdue, system.queue.put_and_issue, system.queue.drop = overdue.get, noted_put, noted_drop
         async with system:
             await until(lambda: engine._core.running >= 8)
             uids = list(system.loop.in_flight)[:2]

@@ -135,9 +135,7 @@ async def test_a_batch_is_leased_in_parts_each_once():
     await started(q, "abc")
     await q.put([payload("a", 0)])
     uids = lambda answer: [group.uid for group in answer[0].groups]
-    assert uids(await q.lease(1, 2, wait=False)) == []
     assert uids(await q.lease(1, 1)) == uids(await q.lease(1, 1)) == ["a"]  # also if the call is repeated
-    assert uids(await q.lease(1, 2, ["a"], wait=False)) == []
     rest = await waits(q.lease(1, 2, ["a"]))
     await q.put([payload(uid, 0) for uid in "cb"])
     assert uids(await rest) == uids(await q.lease(1, 2, ["a"])) == ["b", "c"]
@@ -295,7 +293,7 @@ async def test_a_restarted_queue_recovers_its_state_and_every_call_may_be_repeat
         return answer
 
     await twice("publish", PolicyVersion(0, 0))
-    assert await twice("issue", tickets("abcdefgh"), 8) == Admitted(list("abcdef"), [], 6)
+    assert await twice("issue", tickets("abcdefgh"), 8) == Admitted(list("abcdef"), [], 6, 0)
     await twice("put", [payload(u, 0) for u in "bcd"])
     await twice("drop", [Drop("a", "zero_variance")])
     lease, payloads = await twice("lease", 1, 3)
@@ -399,14 +397,14 @@ async def test_shards_take_the_groups_of_one_order_and_each_gets_its_own_back(tm
     for holder in (one, two):
         assert await q.recover(holder) == Recovery(0, None, [])
     await q.publish(PolicyVersion(0, 0))
-    assert await q.issue(tickets("abcd"), 2, one) == Admitted(["a", "b"], [], 2)
+    assert await q.issue(tickets("abcd"), 2, one) == Admitted(["a", "b"], [], 2, 0)
     # the other one does not know of these yet
-    assert await q.issue(tickets("abcd"), 2, two) == Admitted(["c", "d"], ["a", "b"], 4)
-    assert await q.issue(tickets("cd", 2), 2, one) == Admitted([], ["c", "d"], 4)
+    assert await q.issue(tickets("abcd"), 2, two) == Admitted(["c", "d"], ["a", "b"], 4, 0)
+    assert await q.issue(tickets("cd", 2), 2, one) == Admitted([], ["c", "d"], 4, 0)
     with pytest.raises(QueueError, match="group f has place 5, expected 4"):
         await q.issue(tickets("f", 5), 1, one)
-    assert await q.issue(tickets("efg", 4), 3, one) == Admitted(["e", "f"], [], 6)  # half of all is its share
-    assert await q.issue(tickets("cdefgh", 2), 9, two) == Admitted(list("cdgh"), ["e", "f"], 8)  # c and d once more
+    assert await q.issue(tickets("efg", 4), 3, one) == Admitted(["e", "f"], [], 6, 0)  # half of all is its share
+    assert await q.issue(tickets("cdefgh", 2), 9, two) == Admitted(list("cdgh"), ["e", "f"], 8, 0)  # c and d once more
     await journal.close()
 
     q = queue(per_version=8, records=(journal := Journal(tmp_path)), shards=2)
@@ -417,24 +415,87 @@ async def test_shards_take_the_groups_of_one_order_and_each_gets_its_own_back(tm
     assert await q.put([payload("a", 0)], one) == []  # this one goes on
     waiting = await waits(q.issue(tickets("ij", 8), 2, one))  # the budget is that of all shards
     await q.drop([Drop("c", "zero_variance")], Holder(1, 3))
-    assert await waiting == Admitted(["i"], [], 9)
+    assert await waiting == Admitted(["i"], [], 9, 0)
     await journal.close()
 
 
 async def test_a_shard_gets_what_the_others_leave():
     q = queue(per_version=9, shards=3)
     await q.publish(PolicyVersion(0, 0))
-    assert await q.issue(tickets("abcdefghi"), 9, Holder(0)) == Admitted(["a", "b", "c"], [], 3)
-    assert await q.issue(tickets("abcdef"), 3, Holder(1)) == Admitted(["d", "e", "f"], ["a", "b", "c"], 6)
+    assert await q.issue(tickets("abcdefghi"), 9, Holder(0)) == Admitted(["a", "b", "c"], [], 3, 0)
+    assert await q.issue(tickets("abcdef"), 3, Holder(1)) == Admitted(["d", "e", "f"], ["a", "b", "c"], 6, 0)
     more = await waits(q.issue(tickets("defghi", 3), 6, Holder(0)))
-    assert await more == Admitted(["g", "h", "i"], ["d", "e", "f"], 9)  # the third has not asked
+    assert await more == Admitted(["g", "h", "i"], ["d", "e", "f"], 9, 0)  # the third has not asked
+
+
+async def test_groups_end_and_start_in_one_call_which_waits_for_neither():
+    q = queue(per_version=2)
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "ab")
+    bad = payload("b", 7)  # of a version that was never announced
+    call = [payload("a", 0), bad], tickets("cd", 2), 2
+    refusal = Refusal("b", "unknown_version", 1)
+    for _ in range(2):  # also if the call is repeated
+        assert await q.put_and_issue(*call) == ([refusal], Admitted([], [], 2, 0))  # a and b use up the budget
+    assert (q.balance()["queued"], q.balance()["in_flight"]) == (1, 1)
+    await q.skip(["a"])
+    await q.publish(PolicyVersion(0, 0), starved_s=2.5)
+    for _ in range(2):
+        assert await q.put_and_issue([], tickets("cd", 2), 1) == ([], Admitted(["c"], [], 3, 0, 2.5))
+    assert await q.put_and_issue([], tickets("abc"), 3) == ([], Admitted(["b", "c"], ["a"], 3, 0, 2.5))
+    await q.finish()
+    assert await q.put_and_issue([payload("c", 0)], tickets("d", 3), 1) == ([], Admitted([], [], 3, 0, 2.5))
+    assert q.balance()["in_flight"] == 2  # for a run that resumes this one
+
+
+async def test_a_call_that_fails_when_it_could_go_on_fails_alone():
+    q = queue(per_version=2)
+    gap = await waits(q.issue(tickets("b", 1), 1))  # a comes first, and was never issued
+    await q.publish(PolicyVersion(0, 0))
+    with pytest.raises(QueueError, match="group b has place 1, expected 0"):
+        await gap
+
+
+async def test_a_cancelled_call_no_longer_waits_and_of_two_that_could_go_on_one_does():
+    q = queue(per_version=1)
+    cancelled, first, second = [await waits(q.lease(step, 1)) for step in (1, 2, 3)]
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    await q.publish(PolicyVersion(0, 0))
+    await started(q, "a")
+    await q.put([payload("a", 0)])
+    assert [group.uid for group in (await first)[0].groups] == ["a"]
+    assert not second.done()
+    await q.close("the prompts ended")
+    assert (await second)[0].closed == "the prompts ended"
+    assert not q._waiting
+
+
+async def test_groups_that_another_rollouter_makes_are_passed_once_that_is_on_disk():
+    class Slow(InMemoryRecords):
+        on_disk = asyncio.Event()
+
+        async def write(self, changes):
+            await super().write(changes)
+            await self.on_disk.wait()
+
+    records = Slow()
+    records.on_disk.set()
+    q = queue(per_version=4, shards=2, records=records)
+    await q.publish(PolicyVersion(0, 0))
+    records.on_disk.clear()
+    started = await waits(q.issue(tickets("ab"), 2, Holder(0)))
+    passed = await waits(q.issue(tickets("ab"), 2, Holder(1)))
+    records.on_disk.set()
+    assert await started == Admitted(["a", "b"], [], 2, 0)
+    assert await passed == Admitted([], ["a", "b"], 2, 0)
 
 
 async def test_a_call_that_is_repeated_while_it_waits_gets_the_same_groups():
     q = queue(per_version=1)
     first, again = [await waits(q.issue(tickets("abc"), 3)) for _ in range(2)]
     await q.publish(PolicyVersion(0, 0))
-    assert await first == await again == Admitted(["a"], [], 1)
+    assert await first == await again == Admitted(["a"], [], 1, 0)
 
 
 async def test_a_run_resumed_with_fewer_shards_divides_the_groups_of_the_others(tmp_path):
@@ -734,7 +795,7 @@ async def test_a_group_dropped_as_overdue_before_a_crash_is_not_issued_as_a_new_
             await begin(q, ["c"])
     assert q.balance()["dropped"] == 1  # a; the rollouter does not know yet
     again = queue(per_version=1, threshold="1", order="ready_first", overdue="drop", records=records)
-    assert await again.issue([*tickets("a"), *tickets("d", 3)], 2) == Admitted(["d"], ["a"], 4)
+    assert await again.issue([*tickets("a"), *tickets("d", 3)], 2) == Admitted(["d"], ["a"], 4, 2)
     assert again.balance() == {"issued": 4, "trained": 2, "dropped": 1, "in_flight": 1, "queued": 0, "leased": 0}
 
 

@@ -65,6 +65,7 @@ def test_groups_that_end_are_forgotten_also_those_that_ended_while_the_store_was
     store = opened()
     store.store([part("a", 0, b"a0"), part("b", 0, b"b0")]).result()
     store.end(["a", "never stored"])
+    store.store([]).result()
     assert store.read(IN_FLIGHT) == {"b": [b"b0"]}
     assert opened({"a": 0}).read(IN_FLIGHT) == {}
 

@@ -415,14 +415,13 @@ async def test_a_queue_that_keeps_dying_in_its_restarts_ends_the_run():
     assert raised.group_contains(DiedTooOften, match="queue died.*; restarted 2 times")
 
 
-async def test_a_disk_that_does_not_complete_its_writes_ends_the_run(monkeypatch):
-    monkeypatch.setattr("asyncrl.run.supervision.CHECK_EVERY_S", 0.01)
+async def test_a_disk_that_does_not_complete_its_writes_ends_the_run():
     world = World()
-    async with started(world) as running:
+    async with started(world, disk_s=0.1) as running:
         world.queue.handle.stalled = 301.0
         with pytest.raises(ExceptionGroup) as raised:
             await asyncio.wait_for(running, 10)
-    assert raised.group_contains(DiskStalled, match=r"not completed a write for 301 s \(supervision.disk_s is 300\)")
+    assert raised.group_contains(DiskStalled, match=r"not completed a write for 301 s \(supervision.disk_s is 0.1\)")
 
 
 async def test_no_group_starts_before_start_groups_and_a_rollouter_may_die_until_then():

@@ -5,6 +5,7 @@ import contextlib
 import tracemalloc
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -71,19 +72,23 @@ class Parts:
     """Everything that the train loop drives but the queue: ranks that note the groups of each part, and the rest of it
     as little as possible."""
 
-    def __init__(self, trained: asyncio.Event) -> None:
+    def __init__(self) -> None:
         self.parts: list[list[str]] = []
-        self.trained = trained
+        self.trained, self.goes_on, self.waiting = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.goes_on.set()
 
     async def train(self, step, payload, mask_before, version, part, parts):
         self.parts.append([Group.from_buffer(data).uid for data in payload])
         self.trained.set()
+        await self.goes_on.wait()
+        await asyncio.sleep(0.01)  # longer than an answer of the queue
         return {}, []
 
     async def __call__(self, version, on_sent):
         return {}
 
     async def someone_to_join(self):
+        self.waiting.set()
         await asyncio.Event().wait()
 
     def stranded(self):
@@ -102,17 +107,23 @@ class Parts:
         return call
 
 
-@pytest.mark.parametrize("end", ["stop", "close"])
-async def test_a_step_that_ends_between_its_parts_gives_its_groups_back(end, tmp_path):
-    """By a stop, or because the prompts have ended."""
+def in_parts(system: Parts, folder: Path) -> tuple[TrainLoop, SampleQueue]:
+    """A train loop of up to three steps of four groups, each a part of its own, and its queue."""
     config = Config()
     config.trainer.total_steps, config.trainer.mini_batch_groups = 3, 4
     config.checkpoint.export_hf = "none"
     derived = derive(config)
     assert derived.parts == (1, 1, 1, 1)
     queue, recorder = SampleQueue(Admission(4, Fraction(0), 12), InMemoryRecords()), Recorder("driver")
-    system, store = Parts(asyncio.Event()), CheckpointStore(tmp_path / "checkpoints", config.checkpoint)
-    loop = TrainLoop(config, derived, queue, system, system, system, system, system, recorder, store)
+    store = CheckpointStore(folder / "checkpoints", config.checkpoint)
+    return TrainLoop(config, derived, queue, system, system, system, system, system, recorder, store), queue
+
+
+@pytest.mark.parametrize("end", ["stop", "close"])
+async def test_a_step_that_ends_between_its_parts_gives_its_groups_back(end, tmp_path):
+    """By a stop, or because the prompts have ended."""
+    system = Parts()
+    loop, queue = in_parts(system, tmp_path)
     await loop.begin(None)
     running = asyncio.create_task(loop.run())
     await queue.issue([Ticket(uid, uid, 0, place) for place, uid in enumerate("abcd")], 4)
@@ -131,6 +142,51 @@ async def test_a_step_that_ends_between_its_parts_gives_its_groups_back(end, tmp
     assert (left["queued"], left["leased"], left["trained"]) == (2, 0, 0)
 
 
+async def _next(event: asyncio.Event) -> None:
+    await asyncio.wait_for(event.wait(), 60)
+    event.clear()
+
+
+async def test_a_step_whose_groups_finish_while_it_trains_ends_after_a_stop(tmp_path):
+    system = Parts()
+    loop, queue = in_parts(system, tmp_path)
+    system.goes_on.clear()
+    await loop.begin(None)
+    running = asyncio.create_task(loop.run())
+    await queue.issue([Ticket(uid, uid, 0, place) for place, uid in enumerate("abcd")], 4)
+    await queue.put([payload("a", 0)])
+    await asyncio.wait_for(system.trained.wait(), 60)
+    await queue.put([payload(uid, 0) for uid in "bcd"])
+    loop.stop("SIGTERM")
+    system.goes_on.set()
+    progress = await asyncio.wait_for(running, 60)
+    assert (progress.step, progress.stopped, system.parts) == (1, "SIGTERM", [["a"], ["b"], ["c"], ["d"]])
+
+
+async def test_the_trainer_starves_while_it_waits_for_groups_and_does_not_train(tmp_path, monkeypatch):
+    clock, system = [100.0], Parts()
+    for module in ("trainer.loop", "sample_queue.core"):
+        monkeypatch.setattr(f"asyncrl.{module}.now_s", lambda: clock[0])
+    loop, queue = in_parts(system, tmp_path)
+    system.goes_on.clear()
+    await loop.begin(None)
+    running = asyncio.create_task(loop.run())
+    await queue.issue([Ticket(uid, uid, 0, place) for place, uid in enumerate("abcd")], 4)
+    await _next(system.waiting)
+    clock[0] += 3.0  # it waits for a
+    await queue.put([payload("a", 0)])
+    await _next(system.trained)
+    clock[0] += 10.0  # it trains, and a lease waits for b
+    system.goes_on.set()
+    await _next(system.waiting)
+    clock[0] += 0.5  # it waits for b
+    await queue.put([payload(uid, 0) for uid in "bcd"])
+    admitted = await asyncio.wait_for(queue.issue([Ticket("e", "e", 0, 4)], 1), 60)
+    assert (admitted.number, admitted.starved_s) == (1, 3.5)
+    loop.stop("SIGTERM")
+    await asyncio.wait_for(running, 60)
+
+
 # -- rolling updates ---------------------------------------------------------------------------------------------------
 
 
@@ -143,8 +199,9 @@ class Rolling:
         self.failure: Exception | None = None
         self.update = RollingUpdate(self, self._sync, self._served)
 
-    async def publish(self, version, trained=None, rolling=False):
+    async def publish(self, version, trained=None, rolling=False, starved_s=0.0):
         self.log.append(f"published {version}{', rolling' if rolling else ''}")
+        self.starved_s = starved_s
 
     async def retire_before(self, version):
         self.log.append(f"retired before {version}")
@@ -170,8 +227,8 @@ NEXT = Progress(step=3, version=PolicyVersion(0, 3))
 async def test_groups_start_under_a_version_once_its_weights_are_sent_and_the_old_one_retires_after_the_last_replica():
     rolling = Rolling()
     rolling.sent.set()
-    await asyncio.wait_for(rolling.update.start(NEXT), 10)  # training continues
-    assert rolling.log == ["published 0.3, rolling"]
+    await asyncio.wait_for(rolling.update.start(NEXT, 4.0), 10)  # training continues
+    assert (rolling.log, rolling.starved_s) == (["published 0.3, rolling"], 4.0)
     rolling.synced.set()
     await asyncio.wait_for(rolling.update.finish(), 10)
     assert rolling.log[1:] == ["synced 0.3", "retired before 0.3", "served 0.3"]
@@ -183,14 +240,14 @@ async def test_a_rolling_update_that_fails_before_the_weights_are_sent_fails_at_
     rolling.failure = RuntimeError("no sender")
     rolling.sent.set()
     with pytest.raises(RuntimeError, match="no sender"):
-        await asyncio.wait_for(rolling.update.start(NEXT), 10)
+        await asyncio.wait_for(rolling.update.start(NEXT, 4.0), 10)
     assert rolling.log == []
 
 
 async def test_a_rolling_update_that_fails_later_fails_at_its_finish():
     rolling = Rolling()
     rolling.sent.set()
-    await asyncio.wait_for(rolling.update.start(NEXT), 10)
+    await asyncio.wait_for(rolling.update.start(NEXT, 4.0), 10)
     rolling.failure = RuntimeError("no replica")
     rolling.synced.set()
     with pytest.raises(RuntimeError, match="no replica"):
@@ -276,7 +333,7 @@ class LosesItsReplicas:
     def stranded(self):
         return True
 
-    async def publish(self, version, trained, rolling=False):
+    async def publish(self, version, trained, rolling=False, starved_s=0.0):
         self.published.append(version)
 
     def __getattr__(self, name):  # calls without an effect here

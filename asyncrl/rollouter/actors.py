@@ -34,7 +34,7 @@ from asyncrl.processes.sigterm import sigterm
 from asyncrl.rollouter.engine_lease import LeasedEngine
 from asyncrl.rollouter.engines.base import EngineDied, EventBatch, Request, Scheduling
 from asyncrl.rollouter.held_queue import HeldQueue
-from asyncrl.rollouter.pacing import GenerationPacer, run_pacer
+from asyncrl.rollouter.pacing import GenerationPacer
 from asyncrl.rollouter.validated import Validated
 from asyncrl.sample_queue.messages import Holder
 
@@ -267,7 +267,7 @@ class RollouterActor(SupervisedActor):
         def new_loop(queue: HeldQueue) -> RolloutLoop:
             data = config.data
             order = PromptOrder(prompts, config.seed, data.shuffle, data.epochs, data.mixture, data.curriculum)
-            return RolloutLoop(config, self._slots, order, answering.maker, queue, self._recorder)
+            return RolloutLoop(config, self._slots, order, answering.maker, queue, self._recorder, self._new_pacer())
 
         self._new_loop = new_loop
         self._serving = asyncio.create_task(_unwrapped(answering.run()))
@@ -344,22 +344,17 @@ class RollouterActor(SupervisedActor):
         queue = HeldQueue(self._queue, self._holder._replace(token=token))
         recovery = await queue.recover(history=bool(self._config.data.curriculum.by))
         self._loop = self._new_loop(queue)
-        async with asyncio.TaskGroup() as tasks:
-            pacing = tasks.create_task(self._pace()) if self._config.rollout.pacing else None
-            await self._loop.run(recovery)
-            if pacing is not None:
-                pacing.cancel()
+        await self._loop.run(recovery)
         await asyncio.Event().wait()
 
-    async def _pace(self) -> None:
-        slots, loop = self._config.rollout.engine.slots, self._loop
+    def _new_pacer(self) -> GenerationPacer | None:
+        slots = self._config.rollout.engine.slots
 
         def set_limit(limit: int | None) -> None:
             self._router.set_max_running_requests(limit)
             self._recorder.gauge("rollout/width", limit or slots)
 
-        set_limit(None)
-        await run_pacer(GenerationPacer(slots), self._queue, lambda: loop.blocked_s, set_limit)
+        return GenerationPacer(slots, set_limit) if self._config.rollout.pacing else None
 
     @property
     def _slots(self) -> int:

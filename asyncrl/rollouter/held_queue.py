@@ -23,8 +23,10 @@ class HeldQueue:
     async def issue(self, tickets: Sequence[Ticket], count: int) -> Admitted:
         return await self._queue.issue(tickets, count, self._holder)
 
-    async def put(self, groups: Sequence[bytes]) -> Sequence[Refusal]:
-        return await self._queue.put(groups, self._holder)
+    async def put_and_issue(
+        self, groups: Sequence[bytes], tickets: Sequence[Ticket], count: int
+    ) -> tuple[Sequence[Refusal], Admitted]:
+        return await self._queue.put_and_issue(groups, tickets, count, self._holder)
 
     async def drop(self, drops: Sequence[Drop]) -> None:
         await self._queue.drop(drops, self._holder)

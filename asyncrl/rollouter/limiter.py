@@ -8,7 +8,9 @@ import sys
 
 from asyncrl.observability.telemetry.clock import now_s
 
-_REFILL_S = 0.3  # from the end of a sample to the start of its successor: engines report ends up to 0.2 s late
+# from the end of a sample to the start of its successor: engines report ends up to 0.2 s late, and then groups wait up
+# to 0.05 s to start in the call that ends others
+_REFILL_S = 0.35
 _RATE_WINDOW_S = 2.0  # time constant of the completion rate
 
 

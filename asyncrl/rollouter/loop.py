@@ -10,10 +10,11 @@ Groups in flight are snapshotted into the queue, so that a new rollouter resumes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -25,10 +26,12 @@ from asyncrl.data.prompts import DataError
 from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.measured import REWARDS, note
 from asyncrl.observability.telemetry.recorder import Failure, Recorder
+from asyncrl.processes.tasks import first_of
 from asyncrl.rollouter.batching_sender import BatchingSender
 from asyncrl.rollouter.drops import DropPolicy
 from asyncrl.rollouter.in_flight import InFlightGroup, SnapshotStore, Snapshotter, recovered_samples
 from asyncrl.rollouter.limiter import GroupPlaces, InFlightLimiter
+from asyncrl.rollouter.pacing import GenerationPacer
 from asyncrl.rollouter.partial import PartialSample
 from asyncrl.rollouter.samples import FailedSample, GroupTask, PromptTokens, SampleMaker
 from asyncrl.rollouter.sampling import training_sampling
@@ -42,14 +45,21 @@ log = logging.getLogger(__name__)
 
 _GROUP_NUMBERS = itertools.count()  # over all loops of this process
 _AHEAD = 64  # groups that other rollouters may issue while a call is under way
-_PUT_INTERVAL_S = 0.2  # while all slots are busy: each call costs both ends a millisecond or two
+_PUT_INTERVAL_S = 0.2  # while all slots are busy and no group is to start: a call costs both ends a millisecond or two
+_SCORING_S = 0.05  # for which new groups wait for those whose places they take, to be in one call with them
 
 
 class QueueClient(SnapshotStore, Protocol):
     """The rollouter's view of the sample queue. All calls are idempotent: a repeated one has no further effect."""
 
     async def issue(self, tickets: Sequence[Ticket], count: int) -> Admitted: ...
-    async def put(self, groups: Sequence[bytes]) -> Sequence[Refusal]: ...
+
+    async def put_and_issue(
+        self, groups: Sequence[bytes], tickets: Sequence[Ticket], count: int
+    ) -> tuple[Sequence[Refusal], Admitted]:
+        """Hand over finished groups and `issue` new ones, if some may start at once: the call does not wait."""
+        ...
+
     async def drop(self, drops: Sequence[Drop]) -> None: ...
 
     async def end(self, reason: str) -> None:
@@ -76,6 +86,15 @@ class _Upcoming(NamedTuple):
 
 
 @dataclass(frozen=True)
+class _Request:
+    """Groups that may start in the call that hands over the next finished ones, up to ``count``."""
+
+    tickets: Sequence[Ticket]
+    count: int
+    answer: asyncio.Future[Admitted]
+
+
+@dataclass(frozen=True)
 class _FinishedGroup:
     """A group on its way to the queue; ``answer`` is its refusal, or None once accepted."""
 
@@ -86,7 +105,7 @@ class _FinishedGroup:
 
 class RolloutLoop:
     """One per rollouter, on one asyncio loop. ``slots``: of its replicas; ``prompts`` may be endless; when they end,
-    the queue is closed once no rollouter has a group in flight."""
+    the queue is closed once no rollouter has a group in flight. ``pacer``: None if generation is not paced."""
 
     def __init__(
         self,
@@ -96,12 +115,13 @@ class RolloutLoop:
         maker: SampleMaker,
         queue: QueueClient,
         recorder: Recorder,
+        pacer: GenerationPacer | None = None,
     ) -> None:
         self._config, self._rollout = config, config.rollout
         self._prompts = prompts
         self._maker = maker
         self._queue = queue
-        self._recorder = recorder
+        self._recorder, self._pacer = recorder, pacer
         self._sources = SourceCounts()
         self._sampling = training_sampling(config, maker.tokenizer.stop_token_ids)
         self._drop_policy = DropPolicy(config)
@@ -115,9 +135,9 @@ class RolloutLoop:
             self.snapshotter = Snapshotter(self.in_flight, queue, config.rollout.snapshot_every_s)
         self._upcoming: dict[str, _Upcoming] = {}  # to be issued next, in order
         self._drawn = 0  # groups of the run up to the last of these
+        self._request: _Request | None = None
         self._warned_reasons: set[str] = set()  # of refusals
-        self._blocked_s = 0.0
-        self._blocked_since_s: float | None = None
+        self._blocked_s = 0.0  # for which a group had room and waited for staleness budget
 
     async def run(self, recovery: Recovery) -> None:
         """Roll out until the queue is closed: first the groups of ``recovery``, then the prompts after its last uid.
@@ -138,11 +158,6 @@ class RolloutLoop:
                 await self._queue.end("the prompts ended")
             for service in services:
                 service.cancel()
-
-    @property
-    def blocked_s(self) -> float:
-        """Seconds so far in which a group had room and waited for staleness budget."""
-        return self._blocked_s + (now_s() - self._blocked_since_s if self._blocked_since_s is not None else 0.0)
 
     async def park(self) -> None:
         """Hand over finished groups and snapshot the others. Cancel ``run`` after this; another loop resumes them."""
@@ -174,11 +189,11 @@ class RolloutLoop:
         """Start groups until the prompts end (returns True) or the queue is closed (False)."""
         while True:
             wanted = await self.limiter.room(self._rollout.n)
-            self._blocked_since_s = now_s()
             admitted = await self._issue_up_to(wanted)
-            self._blocked_s, self._blocked_since_s = self.blocked_s, None
             if admitted is None:
                 return True
+            if self._pacer is not None:
+                self._pacer.note_version(admitted.number, self._blocked_s, admitted.starved_s)
             if not (admitted.started or admitted.passed):
                 return False
             for uid in admitted.started:
@@ -193,7 +208,8 @@ class RolloutLoop:
         if self._prompts.adapts:  # each is drawn when it may start: all that may count is known then
             draw = 0
             if not self._upcoming:
-                draw, self._prompts.version = await self._queue.room(wanted)
+                with self._blocked():
+                    draw, self._prompts.version = await self._queue.room(wanted)
                 if not draw:
                     return Admitted([], [], 0)
                 for name, value in self._prompts.figures().items():
@@ -205,10 +221,34 @@ class RolloutLoop:
         if not self._upcoming:
             return None
         tickets = [group.ticket for group in itertools.islice(self._upcoming.values(), draw or wanted)]
-        admitted = await self._queue.issue(tickets, wanted)
+        admitted = await self._admitted(tickets, wanted)
         while self._drawn < admitted.issued and next(self._prompts, None) is not None:  # other shards issued these
             self._drawn += 1
         return admitted
+
+    async def _admitted(self, tickets: Sequence[Ticket], count: int) -> Admitted:
+        """Which of these groups may start; waits until one may. Asks in one call with the groups that are handed over,
+        if there are some and no slot is idle."""
+        if not self._prompts.adapts and not self.limiter.idle.is_set():
+            request = self._request = _Request(tickets, count, asyncio.get_running_loop().create_future())
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_SCORING_S):
+                        await first_of(self.limiter.idle.wait(), beside=request.answer)
+                if self._request is not request or self._finished.hurry():
+                    admitted = await request.answer
+                    if admitted.started or admitted.passed:
+                        return admitted
+            finally:
+                self._request = None
+        with self._blocked():
+            return await self._queue.issue(tickets, count)
+
+    @contextlib.contextmanager
+    def _blocked(self) -> Iterator[None]:
+        since_s = now_s()
+        yield
+        self._blocked_s += now_s() - since_s
 
     def _start(self, groups: asyncio.TaskGroup, upcoming: _Upcoming) -> None:
         prompt = upcoming.prompt
@@ -329,9 +369,16 @@ class RolloutLoop:
         return await answer
 
     async def _put(self, groups: Sequence[_FinishedGroup]) -> None:
-        refusals = {r.uid: r for r in await self._queue.put([group.payload for group in groups])}
+        payloads = [group.payload for group in groups]
+        request, self._request = self._request, None
+        tickets, count = (request.tickets, request.count) if request is not None else ((), 0)
+        refused, admitted = await self._queue.put_and_issue(payloads, tickets, count)
+        # an answer that is done already is that of a cancelled task
+        if request is not None and not request.answer.done():
+            request.answer.set_result(admitted)
+        refusals = {refusal.uid: refusal for refusal in refused}
         for group in groups:
-            if not group.answer.done():  # else its task was cancelled
+            if not group.answer.done():
                 group.answer.set_result(refusals.get(group.uid))
 
     def _profile(self, tokens: np.ndarray, samples: Sequence[Sample], group: InFlightGroup, scoring_s: float) -> None:

@@ -9,13 +9,10 @@ is ready and no straggler blocks a step.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Callable
 
 from asyncrl.observability.telemetry.clock import now_s
 
-POLL_EVERY_S = 1.0
 MIN_SHARE = 0.75  # of the slots: below it the engine loses more throughput than it gains in evenness
 MAX_BLOCKED = 0.1  # share of the time that generation may wait for budget before the limit narrows
 NARROW = 0.95
@@ -23,45 +20,33 @@ MAX_STARVED = 0.02  # share of the time that the trainer may wait before the lim
 WIDEN = 1.3
 
 
-class Queue(Protocol):
-    def stats(self) -> Awaitable[dict[str, float]]: ...
-
-
 class GenerationPacer:
-    """Controller of the number of training samples that generate at once, out of ``slots``; `observe` each version."""
+    """Controller of the number of training samples that a replica generates at once, out of ``slots``. Calls
+    ``set_limit`` when it begins, and with each version; None is no limit: the engine then holds more requests than
+    slots, so a freed slot is refilled at once."""
 
-    def __init__(self, slots: int) -> None:
-        self._slots = slots
+    def __init__(self, slots: int, set_limit: Callable[[int | None], None]) -> None:
+        self._slots, self._set_limit = slots, set_limit
         self._limit = float(slots)
+        self._number: int | None = None
+        self._since_s = self._blocked_s = self._starved_s = 0.0  # when that version began
+        set_limit(None)
 
-    @property
-    def limit(self) -> int | None:
-        """None: no limit. The engine then holds more requests than slots, so a freed slot is refilled at once."""
-        return round(self._limit) if self._limit < self._slots else None
+    def note_version(self, number: int | None, blocked_s: float, starved_s: float) -> None:
+        """Adjust the limit if version ``number`` is new. ``blocked_s``, ``starved_s``: seconds so far for which groups
+        waited for staleness budget, and the trainer for groups."""
+        if number == self._number:
+            return
+        if self._number is not None and (window_s := now_s() - self._since_s) > 0:
+            self.observe((blocked_s - self._blocked_s) / window_s, (starved_s - self._starved_s) / window_s)
+        self._number, self._since_s, self._blocked_s, self._starved_s = number, now_s(), blocked_s, starved_s
 
-    def observe(self, blocked: float, starved: float) -> int | None:
-        """Adjust the limit to the shares of the time since the last call in which groups waited for staleness budget
-        (``blocked``) and the trainer waited for a batch (``starved``). Returns the new limit."""
+    def observe(self, blocked: float, starved: float) -> None:
+        """Adjust the limit to the shares of a version's time in which groups waited for staleness budget (``blocked``)
+        and the trainer waited for groups (``starved``)."""
         if starved > MAX_STARVED:
             self._limit *= WIDEN
         elif blocked > MAX_BLOCKED:
             self._limit *= NARROW
         self._limit = min(max(self._limit, MIN_SHARE * self._slots), self._slots)
-        return self.limit
-
-
-async def run_pacer(
-    pacer: GenerationPacer, queue: Queue, blocked_s: Callable[[], float], set_limit: Callable[[int | None], None]
-) -> None:
-    """Adjust the limit at each version until cancelled. ``blocked_s``: total seconds that groups waited for budget."""
-    version, since_s, blocked_before_s, starved_before_s = -1.0, now_s(), 0.0, 0.0
-    while True:
-        stats = await queue.stats()
-        if (current := stats.get("fully_async/version", -1.0)) != version:
-            window_s = now_s() - since_s
-            blocked, starved = blocked_s(), stats["fully_async/queue/starved_s"]
-            if version >= 0:
-                limit = pacer.observe((blocked - blocked_before_s) / window_s, (starved - starved_before_s) / window_s)
-                set_limit(limit)
-            version, since_s, blocked_before_s, starved_before_s = current, now_s(), blocked, starved
-        await asyncio.sleep(POLL_EVERY_S)
+        self._set_limit(round(self._limit) if self._limit < self._slots else None)

@@ -236,6 +236,7 @@ class Supervisor:
     async def _queue_death(self) -> None:
         """Wait until the queue dies, or kill it if it does not answer; raises ActorDied, or DiskStalled."""
         queue, limit_s = self._cluster.queue.once, self._config.answer_s
+        every_s = min(limit_s, self._config.disk_s) / 10
         living = asyncio.ensure_future(queue.alive())
         try:
             while not living.done():
@@ -251,7 +252,7 @@ class Supervisor:
                         "disk, then resume the run"
                     )
                 await cancelled([asked])
-                await asyncio.wait([living], timeout=CHECK_EVERY_S)
+                await asyncio.wait([living], timeout=every_s)
             living.result()
         finally:
             living.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -79,6 +80,7 @@ class SampleQueueActor(SupervisedActor):
             self._shards,
         )
         collect_rarely()
+        self._cpu_before_s = time.thread_time()
 
     async def stalled_s(self) -> float:
         """See `Journal.stalled_s`."""
@@ -93,8 +95,10 @@ class SampleQueueActor(SupervisedActor):
     async def issue(self, tickets: list[Ticket], count: int, holder: Holder) -> Admitted:
         return await self._queue.issue(tickets, count, holder)
 
-    async def put(self, groups: list[bytes], holder: Holder) -> list[Refusal]:
-        return await self._queue.put(groups, holder)
+    async def put_and_issue(
+        self, groups: list[bytes], tickets: list[Ticket], count: int, holder: Holder
+    ) -> tuple[list[Refusal], Admitted]:
+        return await self._queue.put_and_issue(groups, tickets, count, holder)
 
     async def drop(self, drops: list[Drop], holder: Holder) -> None:
         await self._queue.drop(drops, holder)
@@ -109,10 +113,8 @@ class SampleQueueActor(SupervisedActor):
         return await self._queue.overdue(holder)
 
     @ray.method(num_returns=2)
-    async def lease(
-        self, step: int, count: int, having: Sequence[str] = (), wait: bool = True
-    ) -> tuple[Lease, list[bytes]]:
-        return await self._queue.lease(step, count, having, wait)
+    async def lease(self, step: int, count: int, having: Sequence[str] = ()) -> tuple[Lease, list[bytes]]:
+        return await self._queue.lease(step, count, having)
 
     async def trained(self, step: int) -> None:
         await self._queue.trained(step)
@@ -136,8 +138,10 @@ class SampleQueueActor(SupervisedActor):
     async def announce(self, version: Any) -> None:
         await self._queue.announce(version)
 
-    async def publish(self, version: Any, trained: int | None = None, rolling: bool = False) -> dict[str, int]:
-        return await self._queue.publish(version, trained, rolling)
+    async def publish(
+        self, version: Any, trained: int | None = None, rolling: bool = False, starved_s: float = 0.0
+    ) -> dict[str, int]:
+        return await self._queue.publish(version, trained, rolling, starved_s)
 
     async def retire_before(self, version: Any) -> None:
         await self._queue.retire_before(version)
@@ -155,8 +159,13 @@ class SampleQueueActor(SupervisedActor):
         return stats
 
     def _costs(self) -> dict[str, float]:
+        """CPU seconds of this loop and of the journal's writer since it was opened, without those of the thread that
+        stores snapshots; and seconds of a commit."""
         spent = self._journal.stats()
-        return {"perf/ledger_cpu_s": spent.cpu_s, "perf/ledger_write_s": spent.seconds / max(spent.commits, 1)}
+        return {
+            "perf/ledger_cpu_s": time.thread_time() - self._cpu_before_s + spent.cpu_s,
+            "perf/ledger_write_s": spent.seconds / max(spent.commits, 1),
+        }
 
 
 async def _opened(folder: Path, meta: Mapping[str, str | int | float], driver_epoch: int) -> Journal:

@@ -38,6 +38,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 from asyncrl.types.versions import PolicyVersion
 
@@ -58,9 +59,12 @@ class Admission:
     def limit(self, trained_at_publish: int) -> int:
         """Most groups that are not dropped, and the last place in the order of issue that may start, under a version
         with this T."""
+        return min(trained_at_publish + self._ahead, self.total_groups)
+
+    @cached_property
+    def _ahead(self) -> int:
         # `issued − dropped < budget` admits one more group as long as it holds: ceil for fractional budgets
-        budget = math.ceil(trained_at_publish + (1 + self.staleness_threshold) * self.groups_per_version)
-        return min(budget, self.total_groups)
+        return math.ceil((1 + self.staleness_threshold) * self.groups_per_version)
 
     def deadline(self, version: PolicyVersion) -> int:
         """Last version number under which a group started under ``version`` may be trained."""

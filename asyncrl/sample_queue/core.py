@@ -1,13 +1,13 @@
 """Bounded queue between the rollouter and the trainer: waiting, durability, and the calls of both sides.
 
     rollouter                                                trainer
-    recover, room, issue, put, drop, snapshot, overdue, end  lease, trained, release, covered, rollback,
-                                                             announce, publish, retire_before
+    recover, room, issue, put_and_issue, drop, snapshot,     lease, trained, release, covered, rollback,
+    overdue, end                                             announce, publish, retire_before
 
 Group states are in `asyncrl.sample_queue.group_state`, policy in `asyncrl.sample_queue.schedule`, files in
-`asyncrl.sample_queue.journal`. A call applies its transitions at once, wakes all waiters, and returns when the changed
-rows are on disk. The journal writes in the order of the calls, so a call that builds on another one is never durable
-before it.
+`asyncrl.sample_queue.journal`. A call applies its transitions at once, wakes the calls that waited for them, and
+returns when the changed rows are on disk. The journal writes in the order of the calls, so a call that builds on
+another one is never durable before it.
 
 The queue is bounded where groups start, not where they end: `issue` admits no group beyond the staleness budget, so
 there is always room for a finished group, and a full queue cannot block the group that the trainer waits for.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -106,16 +107,15 @@ class SampleQueue:
         self._shards = shards
         self._admission, self._records, self._order, self._overdue = admission, records, order, overdue
         self._vocab_size, self._max_attempts = vocab_size, max_attempts
-        self._changed = asyncio.Condition()
+        self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}  # calls, and what each waits for
         self._payloads: dict[str, bytes] = {}  # of queued and leased groups; after a restart they are read from disk
         self._to_cancel: defaultdict[int, list[str]] = defaultdict(list)  # shard → dropped as overdue, not reported yet
-        self._asking = 0  # calls of `issue` that wait
+        self._asking = 0  # calls that ask for the groups that may start
         self._recovered: set[int] = set()  # shards
         self._sharing: asyncio.TimerHandle | None = None  # since groups may start
         self._others_asked = False  # or had time to
         self._abandoned = 0  # steps, by a rollback or a release, which end waiting leases
-        self._starved_s = 0.0  # time that leases waited for groups
-        self._waits: list[float] = []  # start times of current waits
+        self._starved_s = 0.0  # as the trainer last reported
         self._closed: str | None = None
         self._failure: str | None = None
         self._over = False
@@ -148,15 +148,12 @@ class SampleQueue:
     async def room(self, count: int, holder: Holder = ONLY) -> tuple[int, int]:
         """How many new groups may start now, of ``count``, and the number of the version under which `issue` would
         start them; waits until at least one may. (0, 0) once the queue is closed."""
-        async with self._changed:
-            await self._wait_until(
-                lambda: self._outdated(holder) or self._closed is not None or self._schedule.room() > 0
-            )
-            self._check_holder(holder)
-            oldest = self._versions.oldest
-            if self._closed is not None or oldest is None:
-                return 0, 0
-            return min(count, self._schedule.room()), oldest.number
+        await self._wait_until(lambda: self._outdated(holder) or self._closed is not None or self._schedule.room() > 0)
+        self._check_holder(holder)
+        oldest = self._versions.oldest
+        if self._closed is not None or oldest is None:
+            return 0, 0
+        return min(count, self._schedule.room()), oldest.number
 
     async def issue(self, tickets: Sequence[Ticket], count: int, holder: Holder = ONLY) -> Admitted:
         """Starts as many of these groups, in this order and up to ``count``, as may start now; waits until one may, or
@@ -168,71 +165,48 @@ class SampleQueue:
         if not tickets:
             raise QueueError("issue: expected at least one group, found none")
 
-        def may_restart(group: GroupRecord) -> bool:
-            return group.state == IN_FLIGHT and self._shard_of(group) == holder.shard
-
-        def startable() -> tuple[list[Ticket], list[Ticket]]:
-            return self._schedule.startable(tickets, count, self._room_for(holder.shard), may_restart)
-
         looked, restarts = -1, False
 
         def answerable() -> bool:
             nonlocal looked, restarts
             if looked != self._table.issued:  # by a call that this one repeats, perhaps
                 looked = self._table.issued
-                restarts = any(may_restart(self._table.open[uid]) for uid, *_ in tickets if uid in self._table.open)
+                found = (self._table.open[uid] for uid, *_ in tickets if uid in self._table.open)
+                restarts = any(self._may_restart(group, holder.shard) for group in found)
             if not restarts and not self._schedule.room() and tickets[-1].place >= self._table.issued:
                 return False  # asked after each change of the queue: without a look at all tickets
-            start, passed = startable()
+            start, passed = self._startable(tickets, count, holder.shard)
             return bool(start) or len(passed) == len(tickets)
 
-        async with self._changed:
-            self._asking += 1
-            self._note_room()
-            try:
-                await self._wait_until(lambda: self._outdated(holder) or self._closed is not None or answerable())
-                self._check_holder(holder)
-                if self._closed is not None:
-                    return Admitted([], [], self._table.issued)
-                start, passed = startable()
-            finally:
-                self._asking -= 1
-            oldest = self._versions.oldest
-            assert oldest is not None
-            for uid, prompt_id, epoch, _ in start:
-                self._table.issue(uid, prompt_id, epoch, oldest, holder.shard)
-            issued = self._table.issued
-        await self._commit()
-        return Admitted([ticket.uid for ticket in start], [ticket.uid for ticket in passed], issued)
+        with self._one_more_asks():
+            await self._wait_until(lambda: self._outdated(holder) or self._closed is not None or answerable())
+            self._check_holder(holder)
+            admitted = self._start(tickets, count, holder.shard)
+        if admitted.started or admitted.passed:  # by another call, whose changes may not be on disk yet
+            await self._commit()
+        return admitted
 
     async def put(self, groups: Sequence[bytes], holder: Holder = ONLY) -> list[Refusal]:
-        """Queues finished groups, one buffer each.
-
-        A group that must not be trained is refused: it stays in flight, in its place, to be sampled again; after the
-        last attempt it is dropped as poison."""
-        if self._over:
-            return []  # they stay in flight, for a run that resumes this one
-        self._check_holder(holder)
-        decoded = [(Group.from_buffer(buffer), buffer) for buffer in groups]
-        expected = self._in_flight("put", [group.uid for group, _ in decoded])
-        refusals: list[Refusal] = []
-        finished: list[GroupRecord] = []
-        for group, buffer in decoded:
-            if group.uid not in expected:
-                continue
-            refused = self._table.open[group.uid]
-            if group.attempt < refused.attempt:  # a repeated call
-                refusals.append(Refusal(group.uid, refused.refusal or "", refused.attempt))
-            elif reason := defect(group, self._vocab_size, self._versions.announced):
-                refusals.append(self._refuse(group, reason))
-            else:
-                self._table.finish(group, buffer)
-                self._payloads[group.uid] = buffer
-                finished.append(self._table.open[group.uid])
-        # tokens may have become too old while the group was in flight
-        self._drop_overdue([group for group in finished if self._schedule.all_masked(group)])
-        await self._commit()
+        """`put_and_issue` without new groups."""
+        refusals, _ = await self.put_and_issue(groups, (), 0, holder)
         return refusals
+
+    async def put_and_issue(
+        self, groups: Sequence[bytes], tickets: Sequence[Ticket], count: int, holder: Holder = ONLY
+    ) -> tuple[list[Refusal], Admitted]:
+        """Queues finished groups, one buffer each, and starts those of ``tickets`` that may start now, as `issue` does,
+        if any: it does not wait.
+
+        A finished group that must not be trained is refused: it stays in flight, in its place, to be sampled again;
+        after the last attempt it is dropped as poison."""
+        if self._over:
+            return [], self._admitted([], [])  # they stay in flight, for a run that resumes this one
+        self._check_holder(holder)
+        refusals = self._accept(groups)
+        with self._one_more_asks():
+            admitted = self._start(tickets, count, holder.shard)
+        await self._commit()
+        return refusals, admitted
 
     async def drop(self, drops: Sequence[Drop], holder: Holder = ONLY) -> None:
         """Drops groups in flight, and frees their places in the staleness budget."""
@@ -257,49 +231,44 @@ class SampleQueue:
     async def overdue(self, holder: Holder = ONLY) -> list[str]:
         """Waits for groups of this rollouter in flight that were dropped as overdue; empty once the queue is closed."""
         shard = holder.shard
-        async with self._changed:
-            await self._wait_until(
-                lambda: self._outdated(holder) or bool(self._to_cancel[shard]) or self._closed is not None
-            )
-            self._check_holder(holder)
-            uids = self._to_cancel.pop(shard, [])
+        await self._wait_until(
+            lambda: self._outdated(holder) or bool(self._to_cancel[shard]) or self._closed is not None
+        )
+        self._check_holder(holder)
+        uids = self._to_cancel.pop(shard, [])
         if uids:
             await self._commit()  # the drops are durable before the rollouter cancels the groups
         return uids
 
     # -- the trainer's side ----------------------------------------------------------------------------------------
 
-    async def lease(
-        self, step: int, count: int, having: Sequence[str] = (), wait: bool = True
-    ) -> tuple[Lease, list[bytes]]:
+    async def lease(self, step: int, count: int, having: Sequence[str] = ()) -> tuple[Lease, list[bytes]]:
         """Leases the next ``count`` groups to ``step`` once all of them are finished, beside those that it leased
         before, ``having``. Returns them and their payloads.
 
         The lease is empty, with the reason, after a rollback or a release, or if the queue was closed and they cannot
-        finish; and without ``wait``, if they are not finished yet."""
-        had = frozenset(having)
-        async with self._changed:
-            abandoned = self._abandoned
-            if not self._leased_to(step, had):
-                with self._starving():
-                    await self._wait_until(
-                        lambda: (
-                            self._schedule.next_batch(count) is not None
-                            or bool(self._leased_to(step, had))  # by a repeated call
-                            or self._closed is not None
-                            or self._abandoned != abandoned
-                            or not wait
-                        )
-                    )
-            if self._abandoned != abandoned:
-                return Lease((), self._closed or "the trainer gave up this step"), []
-            if not self._leased_to(step, had):
-                if (batch := self._schedule.next_batch(count)) is None:
-                    return Lease((), self._closed), []
-                self._table.lease([group.uid for group in batch], step)
-            groups, mask_before = self._leased_to(step, had), self._schedule.mask_before()
+        finish."""
+        had, since_s = frozenset(having), now_s()
+        abandoned = self._abandoned
+        if not self._leased_to(step, had):
+            await self._wait_until(
+                lambda: (
+                    self._schedule.next_batch(count) is not None
+                    or bool(self._leased_to(step, had))  # by a repeated call
+                    or self._closed is not None
+                    or self._abandoned != abandoned
+                )
+            )
+        if self._abandoned != abandoned:
+            return Lease((), self._closed or "the trainer gave up this step"), []
+        if not self._leased_to(step, had):
+            if (batch := self._schedule.next_batch(count)) is None:
+                return Lease((), self._closed), []
+            self._table.lease([group.uid for group in batch], step)
+        groups, mask_before = self._leased_to(step, had), self._schedule.mask_before()
+        lease = Lease(tuple(map(_leased, groups)), mask_before=mask_before, waited_s=now_s() - since_s)
         await self._commit()
-        return Lease(tuple(map(_leased, groups)), mask_before=mask_before), [self._payload(g.uid) for g in groups]
+        return lease, [self._payload(group.uid) for group in groups]
 
     async def trained(self, step: int) -> None:
         """Records that the groups leased to ``step`` are in the weights."""
@@ -348,13 +317,14 @@ class SampleQueue:
         await self._commit()
 
     async def publish(
-        self, version: PolicyVersion, trained: int | None = None, rolling: bool = False
+        self, version: PolicyVersion, trained: int | None = None, rolling: bool = False, starved_s: float = 0.0
     ) -> dict[str, int]:
         """Declares that replicas serve ``version`` from now on; all of them, unless ``rolling``. ``trained``: number of
-        groups trained when this version's number was first published; needed after a `rollback`.
+        groups trained when this version's number was first published; needed after a `rollback`. ``starved_s``: see
+        `Admitted`.
 
         Drops groups that are overdue now. Returns the balance; raises ConservationError if it is off."""
-        current = self._versions.current
+        current, self._starved_s = self._versions.current, starved_s
         if version != current:
             if trained is None:
                 if current is not None and current.number == version.number:
@@ -375,18 +345,17 @@ class SampleQueue:
 
     async def end(self, reason: str, holder: Holder = ONLY) -> None:
         """Stops issuing groups once none is in flight, in any rollouter."""
-        async with self._changed:
-            await self._wait_until(
-                lambda: self._outdated(holder) or self._closed is not None or not self._table.in_flight.total()
-            )
-            self._check_holder(holder)
+        await self._wait_until(
+            lambda: self._outdated(holder) or self._closed is not None or not self._table.in_flight.total()
+        )
+        self._check_holder(holder)
         await self.close(reason)
 
     async def close(self, reason: str, failed: bool = False) -> None:
         """Stops issuing groups; the first reason is kept. With ``failed``, all waiting calls raise QueueError."""
         if failed:
             self._failure = reason
-            return await self._wake()
+            return self._wake()
         if self._over:
             return
         if self._closed is None:
@@ -397,7 +366,7 @@ class SampleQueue:
         """Ends the run and returns the final `stats`. Untrained groups stay as they are, for a run that resumes."""
         self._over = True
         self._closed = self._closed or "the run is over"
-        await self._wake()
+        self._wake()
         return await self.stats()
 
     def balance(self) -> dict[str, int]:
@@ -410,7 +379,6 @@ class SampleQueue:
         return {
             **({"fully_async/version": version.number} if version is not None else {}),
             "fully_async/queue/depth": counts["queued"],
-            "fully_async/queue/starved_s": self._starved_s + sum(now_s() - since for since in self._waits),
             "fully_async/in_flight": counts["in_flight"],
             **{f"fully_async/count/{name}": count for name, count in counts.items()},
             **{f"{DROPPED_METRICS}{reason}": count for reason, count in self._table.dropped.items()},
@@ -428,24 +396,32 @@ class SampleQueue:
         self._closed, self._holders = found.closed, found.holders
 
     async def _commit(self) -> None:
-        """Wakes all waiters; returns once all changes so far, of this call and of earlier ones, are on disk."""
+        """Returns once all changes so far, of this call and of earlier ones, are on disk. Calls that waited for them
+        continue at once."""
         try:
             durable = self._records.write(self._changes.take())
-            await self._wake()
+            self._wake()
             await durable
         except JournalError:
             if self._records.failed:  # the first failed call reloads the state from disk
                 self._load()
-                await self._wake()
+                self._wake()
             raise
 
-    async def _wake(self) -> None:
+    def _wake(self) -> None:
+        """Wake the calls whose wait is over, and no others: waking one costs much more than asking for it."""
         self._note_room()
-        async with self._changed:
-            self._changed.notify_all()
+        for woken, predicate in self._waiting.items():
+            if not woken.done() and (self._failure is not None or _holds(predicate)):
+                woken.set_result(None)
 
     async def _wait_until(self, predicate: Callable[[], bool]) -> None:
-        await self._changed.wait_for(lambda: self._failure is not None or predicate())
+        while self._failure is None and not predicate():  # asked again when woken: another call may have come first
+            self._waiting[woken := asyncio.get_running_loop().create_future()] = predicate
+            try:
+                await woken
+            finally:
+                del self._waiting[woken]
         if self._failure is not None:
             raise QueueError(f"the run failed: {self._failure}")
 
@@ -475,7 +451,7 @@ class SampleQueue:
 
     def _share_no_longer(self) -> None:
         self._others_asked = True
-        self._waking = asyncio.ensure_future(self._wake())
+        self._wake()
 
     def _forget_room(self) -> None:
         if self._sharing is not None:
@@ -489,6 +465,57 @@ class SampleQueue:
     def _close_because(self, reason: str | None) -> None:
         self._closed = reason
         self._changes.meta["closed"] = reason or ""
+
+    def _may_restart(self, group: GroupRecord, shard: int) -> bool:
+        return group.state == IN_FLIGHT and self._shard_of(group) == shard
+
+    def _startable(self, tickets: Sequence[Ticket], count: int, shard: int) -> tuple[list[Ticket], list[Ticket]]:
+        may_restart = functools.partial(self._may_restart, shard=shard)
+        return self._schedule.startable(tickets, count, self._room_for(shard), may_restart)
+
+    def _start(self, tickets: Sequence[Ticket], count: int, shard: int) -> Admitted:
+        if self._closed is not None or (oldest := self._versions.oldest) is None:
+            return self._admitted([], [])
+        start, passed = self._startable(tickets, count, shard)
+        for uid, prompt_id, epoch, _ in start:
+            self._table.issue(uid, prompt_id, epoch, oldest, shard)
+        return self._admitted(start, passed)
+
+    @contextlib.contextmanager
+    def _one_more_asks(self) -> Iterator[None]:
+        """Counts a call that asks for the groups that may start."""
+        self._asking += 1
+        self._note_room()
+        try:
+            yield
+        finally:
+            self._asking -= 1
+
+    def _admitted(self, start: Sequence[Ticket], passed: Sequence[Ticket]) -> Admitted:
+        started, others = [ticket.uid for ticket in start], [ticket.uid for ticket in passed]
+        number = current.number if (current := self._versions.current) is not None else None
+        return Admitted(started, others, self._table.issued, number, self._starved_s)
+
+    def _accept(self, groups: Sequence[bytes]) -> list[Refusal]:
+        decoded = [(Group.from_buffer(buffer), buffer) for buffer in groups]
+        expected = self._in_flight("put", [group.uid for group, _ in decoded])
+        refusals: list[Refusal] = []
+        finished: list[GroupRecord] = []
+        for group, buffer in decoded:
+            if group.uid not in expected:
+                continue
+            refused = self._table.open[group.uid]
+            if group.attempt < refused.attempt:  # a repeated call
+                refusals.append(Refusal(group.uid, refused.refusal or "", refused.attempt))
+            elif reason := defect(group, self._vocab_size, self._versions.announced):
+                refusals.append(self._refuse(group, reason))
+            else:
+                self._table.finish(group, buffer)
+                self._payloads[group.uid] = buffer
+                finished.append(self._table.open[group.uid])
+        # tokens may have become too old while the group was in flight
+        self._drop_overdue([group for group in finished if self._schedule.all_masked(group)])
+        return refusals
 
     def _refuse(self, group: Group, reason: str) -> Refusal:
         self._table.refuse(group.uid, reason)
@@ -528,14 +555,13 @@ class SampleQueue:
                 raise QueueError(f"{verb}: group {uid} is {state or 'unknown'}, expected {IN_FLIGHT}")
         return {uid for uid, state in found.items() if state == IN_FLIGHT}
 
-    @contextlib.contextmanager
-    def _starving(self) -> Iterator[None]:
-        self._waits.append(since := now_s())
-        try:
-            yield
-        finally:
-            self._waits.remove(since)
-            self._starved_s += now_s() - since
+
+def _holds(predicate: Callable[[], bool]) -> bool:
+    """True also for a predicate that raises, which its own call must meet."""
+    try:
+        return predicate()
+    except QueueError:
+        return True
 
 
 def _ticket(group: GroupRecord) -> Ticket:

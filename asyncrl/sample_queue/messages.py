@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncrl.types.versions import PolicyVersion
@@ -36,11 +36,17 @@ class Ticket(NamedTuple):
 
 class Admitted(NamedTuple):
     """``started``: groups that their rollouter makes now; ``passed``: those that it does not, since they have ended, or
-    another rollouter makes them; both empty once the queue is closed. ``issued``: groups of the run so far."""
+    another rollouter makes them; both empty once the queue is closed, and if the call does not wait. ``issued``: groups
+    of the run so far.
+
+    For pacing: ``number``: of the version last published; ``starved_s``: seconds for which the trainer had waited for
+    groups by then."""
 
     started: list[str]
     passed: list[str]
     issued: int
+    number: int | None = None
+    starved_s: float = 0.0
 
 
 class InFlight(NamedTuple):
@@ -117,9 +123,11 @@ class LeasedGroup:
 @dataclass(frozen=True)
 class Lease:
     """``groups`` in the order of their payloads; empty, with the reason in ``closed``, if there will be none.
+    ``waited_s``: seconds for which the queue waited for them.
 
     Tokens of versions numbered below ``mask_before`` are too old to be trained; None: no token is too old."""
 
     groups: tuple[LeasedGroup, ...]
     closed: str | None = None
     mask_before: int | None = None
+    waited_s: float = field(default=0.0, compare=False)

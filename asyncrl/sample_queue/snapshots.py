@@ -7,7 +7,7 @@ damaged one is reported and its group starts again::
     store = SnapshotStore(run_dir, in_flight={"e0-000007": 0})
     await asyncio.wrap_future(store.store([Snapshot("e0-000007", attempt=0, part=0, data=b"...")]))   # on disk
     store.read({"e0-000007": 0})            # {"e0-000007": [b"..."]}
-    store.end(["e0-000007"])                # its space is free
+    store.end(["e0-000007"])                # its space is free from the next `store` on
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -48,7 +49,8 @@ class SnapshotStore:
     def __init__(self, folder: Path, in_flight: Mapping[str, int]) -> None:
         self._path = folder / FILE
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
-        self._stored: set[str] = set()  # uids; belongs to the thread
+        self._stored: set[str] = set()  # uids, from when they are to be stored until they end
+        self._ended: deque[str] = deque()  # uids that are still on disk
         try:
             self._thread.submit(self._open, in_flight).result()
         except BaseException:
@@ -57,11 +59,16 @@ class SnapshotStore:
 
     def store(self, parts: Sequence[Snapshot]) -> Future[None]:
         """Adds parts; done when they are on disk. A repeated part replaces itself, and part 0 the whole chain."""
-        return self._thread.submit(self._store, parts)
+        self._stored.update(part.uid for part in parts)
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        return self._thread.submit(self._store, parts, ended)
 
     def end(self, uids: Iterable[str]) -> None:
-        """Deletes the snapshots of these groups, after all that was stored before."""
-        self._thread.submit(self._end, list(uids)).add_done_callback(_report)
+        """Deletes the snapshots of these groups with the next `store`, after all that was stored before. May be called
+        by another thread than `store`."""
+        ended = [uid for uid in uids if uid in self._stored]
+        self._stored.difference_update(ended)
+        self._ended.extend(ended)
 
     def read(self, in_flight: Mapping[str, int]) -> dict[str, list[bytes]]:
         """Whole chain of each of these groups (uid → attempt) that has one of this attempt."""
@@ -72,6 +79,7 @@ class SnapshotStore:
         self._thread.submit(self._copy_to, path).result()
 
     def close(self) -> None:
+        self.store([]).add_done_callback(_report)
         self._thread.submit(lambda: self._db.close()).result()
         self._thread.shutdown()
 
@@ -89,30 +97,27 @@ class SnapshotStore:
             for suffix in ("-wal", "-shm"):
                 self._path.with_name(FILE + suffix).unlink(missing_ok=True)
             self._db = _connected(self._path)
-        self._stored = {uid for (uid,) in self._db.execute("SELECT DISTINCT uid FROM parts")}
-        self._end(uid for uid in tuple(self._stored) if uid not in in_flight)
+        found = {uid for (uid,) in self._db.execute("SELECT DISTINCT uid FROM parts")}
+        self._stored = found.intersection(in_flight)
+        self._store([], list(found - self._stored))
 
-    def _store(self, parts: Sequence[Snapshot]) -> None:
-        with self._transaction():
-            self._db.executemany("DELETE FROM parts WHERE uid = ?", [(p.uid,) for p in parts if p.part == 0])
-            self._db.executemany(
-                "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?)",
-                [(p.uid, p.attempt, p.part, xxhash.xxh3_64_digest(p.data) + p.data) for p in parts],
-            )
-        self._stored.update(p.uid for p in parts)
-        self._shrink()
-
-    def _end(self, uids: Iterable[str]) -> None:
-        ended = self._stored.intersection(uids)
-        if ended:
+    def _store(self, parts: Sequence[Snapshot], ended: Sequence[str]) -> None:
+        replaced = [part.uid for part in parts if part.part == 0]
+        try:
             with self._transaction():
-                self._db.executemany("DELETE FROM parts WHERE uid = ?", [(uid,) for uid in ended])
-            self._stored -= ended
-            self._shrink()
+                self._db.executemany("DELETE FROM parts WHERE uid = ?", [(uid,) for uid in (*ended, *replaced)])
+                self._db.executemany(
+                    "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?)",
+                    [(p.uid, p.attempt, p.part, xxhash.xxh3_64_digest(p.data) + p.data) for p in parts],
+                )
+        except BaseException:
+            self._ended.extend(ended)
+            raise
+        self._shrink()
 
     def _read(self, in_flight: Mapping[str, int]) -> dict[str, list[bytes]]:
         chains = {}
-        for uid in self._stored.intersection(in_flight):
+        for uid in in_flight:
             query = "SELECT attempt, part, data FROM parts WHERE uid = ? ORDER BY part"
             try:
                 rows = self._db.execute(query, (uid,)).fetchall()
@@ -120,7 +125,7 @@ class SnapshotStore:
             except (sqlite3.DatabaseError, ValueError) as e:
                 log.warning("%s: the snapshot of group %s is damaged (%s): its samples start again", self._path, uid, e)
                 continue
-            if [part for _, part, _ in rows] == list(range(len(chain))):
+            if chain and [part for _, part, _ in rows] == list(range(len(chain))):
                 chains[uid] = chain
         return chains
 
@@ -163,15 +168,15 @@ def _connected(path: Path) -> sqlite3.Connection:
     return db
 
 
+def _report(last: Future[None]) -> None:
+    """A failed deletion only costs space."""
+    if error := last.exception():
+        log.warning("snapshots of ended groups were not deleted: %s", error)
+
+
 def _checked(stored: bytes) -> bytes:
     """Data of a part. Raises ValueError if it is not what was stored."""
     digest, data = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
     if xxhash.xxh3_64_digest(data) != digest:
         raise ValueError(f"expected checksum {digest.hex()}, found {xxhash.xxh3_64_hexdigest(data)}")
     return data
-
-
-def _report(ended: Future[None]) -> None:
-    """A failed deletion only costs space; the next snapshot meets the same error and reports it to its caller."""
-    if error := ended.exception():
-        log.warning("snapshots of ended groups were not deleted: %s", error)

@@ -12,7 +12,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.actor_client import ActorDied
 from asyncrl.rollouter.held_queue import HeldQueue
 from asyncrl.rollouter.loop import RolloutLoop
-from asyncrl.rollouter.pacing import GenerationPacer, run_pacer
+from asyncrl.rollouter.pacing import GenerationPacer
 from asyncrl.rollouter.router import Router
 from asyncrl.rollouter.samples import SampleMaker
 from asyncrl.sample_queue.core import SampleQueue
@@ -50,14 +50,14 @@ class SimulatedRollouter:
             recorder,
         )
         order = PromptOrder(prompts(count), config.seed, config.data.shuffle)
-        self._loop = RolloutLoop(config, self._slots, order, maker, self._held, recorder)
+        slots, set_limit = config.rollout.engine.slots, self._router.set_max_running_requests
+        pacer = GenerationPacer(slots, set_limit) if config.rollout.pacing else None
+        self._loop = RolloutLoop(config, self._slots, order, maker, self._held, recorder, pacer)
 
     async def run(self, begun: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._router.run())
             await begun.wait()
-            if self._config.rollout.pacing:
-                tasks.create_task(self._pace())
             await self._loop.run(await self._held.recover(history=False))
 
     async def set_routable(self, names: Sequence[str]) -> None:
@@ -74,10 +74,6 @@ class SimulatedRollouter:
     async def retire_replica(self, name: str) -> None:
         await self._router.retire(name)
         self._loop.limiter.resize(self._slots)
-
-    async def _pace(self) -> None:
-        pacer, limit = GenerationPacer(self._config.rollout.engine.slots), self._router.set_max_running_requests
-        await run_pacer(pacer, self._queue, lambda: self._loop.blocked_s, limit)
 
     @property
     def _slots(self) -> int:

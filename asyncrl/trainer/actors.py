@@ -146,8 +146,8 @@ class SampleQueueClient(ActorClient):
         with self._translated():
             await self.handle.alive.options(max_task_retries=0).remote()
 
-    async def lease(self, step: int, count: int, having: Sequence[str] = (), wait: bool = True) -> tuple[Lease, Any]:
-        lease, payload = self.handle.lease.remote(step, count, having, wait)
+    async def lease(self, step: int, count: int, having: Sequence[str] = ()) -> tuple[Lease, Any]:
+        lease, payload = self.handle.lease.remote(step, count, having)
         with self._translated():
             return await lease, payload
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from asyncrl.config.checks import Derived
 from asyncrl.config.schema import Config
+from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.processes.tasks import cancelled
 from asyncrl.sample_queue.messages import Lease, LeasedGroup
@@ -148,8 +149,7 @@ class TrainLoop:
                 self._training = [group.uid for group in groups]
                 check_ages(step, lease, progress.version, bound)
                 if part + 1 < len(parts):
-                    leasing = self._queue.lease(step, parts[part + 1], self._training, wait=False)
-                    ahead = asyncio.ensure_future(leasing)
+                    ahead = asyncio.ensure_future(self._queue.lease(step, parts[part + 1], self._training))
                 version = progress.version.number + progress.trained_since_publish / self._derived.groups_per_version
                 train = self._ranks.train(step, payload, lease.mask_before, version, part, len(parts))
                 trained, sampler_kl = await train
@@ -169,13 +169,19 @@ class TrainLoop:
         return None
 
     async def _lease(self, step: int, count: int, ahead: asyncio.Future[tuple[Lease, Any]] | None) -> tuple[Lease, Any]:
-        """The next part of the step's batch, by the lease ``ahead`` if its groups were finished; an empty lease if
-        `stop` came first or the prompts ended. Replicas rejoin meanwhile."""
+        """The next part of the step's batch, by the lease ``ahead`` if there is one; an empty lease if `stop` came
+        first or the prompts ended. Replicas rejoin meanwhile."""
+        since_s = now_s()
         with self._recorder.span("trainer/wait_for_batch", step=step):
-            if ahead is not None and (found := await ahead)[0].groups:
-                return found
-            leasing = self._queue.lease(step, count, self._training)
-            return await self._publisher.while_replicas_join(leasing) or (Lease(()), None)
+            if ahead is not None and ahead.done():  # also after a stop, which ends a step that need not wait
+                return ahead.result()
+            leasing = ahead or self._queue.lease(step, count, self._training)
+            found = await self._publisher.while_replicas_join(leasing)
+        if found is None:
+            return Lease(()), None
+        # the queue may have waited while the ranks trained, and this process for more than groups
+        self._state.starved_s += min(found[0].waited_s, now_s() - since_s)
+        return found
 
     async def _report(self, metrics: Mapping[str, float]) -> None:
         """Report the step while the next one runs, one step at a time."""

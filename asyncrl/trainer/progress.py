@@ -36,10 +36,11 @@ class Progress:
 
 
 class TrainingState:
-    """The run's current `Progress` and its stop request, shared by the training loop, its publisher and its saver."""
+    """The run's current `Progress` and its stop request, shared by the training loop, its publisher and its saver.
+    ``starved_s``: seconds for which this process has waited for groups."""
 
     def __init__(self) -> None:
-        self.progress = Progress()
+        self.progress, self.starved_s = Progress(), 0.0
         self.stopping = asyncio.Event()
 
     def stop(self, reason: str) -> None:

@@ -55,14 +55,15 @@ class Publisher:
         # announced before any replica can serve it: its tokens may reach the queue before `publish` does
         await self._queue.announce(state.progress.version)
         if self._overlapped and self._published and not state.progress.last:
-            await self._rolling.start(state.progress)
+            await self._rolling.start(state.progress, state.starved_s)
             return
         if not await self._synced(state.progress.version):
             return
         await self.while_replicas_join(self._served(state.progress))
         # no group starts under the last version; a run that resumes this one may train the groups left over
         if not state.progress.last:
-            await self._queue.publish(state.progress.version, state.progress.trained_at_publish)
+            progress = state.progress
+            await self._queue.publish(progress.version, progress.trained_at_publish, starved_s=state.starved_s)
         self._published = True
 
     async def while_replicas_join(

@@ -27,10 +27,10 @@ class RollingUpdate:
         self._queue, self._sync, self._served = queue, sync, served
         self._changing: asyncio.Task[None] | None = None
 
-    async def start(self, progress: Progress) -> None:
+    async def start(self, progress: Progress, starved_s: float) -> None:
         """Start the change-over to ``progress.version``; returns when the ranks may continue training."""
         sent = asyncio.Event()
-        self._changing = asyncio.create_task(self._change_over(progress, sent))
+        self._changing = asyncio.create_task(self._change_over(progress, starved_s, sent))
         await first_of(sent.wait(), beside=self._changing)
         if not sent.is_set():
             await self.finish()
@@ -51,14 +51,14 @@ class RollingUpdate:
             await cancelled([self._changing])
             self._changing = None
 
-    async def _change_over(self, progress: Progress, sent: asyncio.Event) -> None:
+    async def _change_over(self, progress: Progress, starved_s: float, sent: asyncio.Event) -> None:
         version = progress.version
         weights_sent = asyncio.Event()
         syncing = asyncio.ensure_future(self._sync(version, weights_sent))
         try:
             await first_of(weights_sent.wait(), beside=syncing)
             if weights_sent.is_set():
-                await self._queue.publish(version, progress.trained_at_publish, rolling=True)
+                await self._queue.publish(version, progress.trained_at_publish, rolling=True, starved_s=starved_s)
                 sent.set()
             if await syncing:
                 await self._queue.retire_before(version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import struct
@@ -15,6 +16,7 @@ Buffer = bytes | bytearray | memoryview | np.ndarray
 
 _FORMAT = 3
 _ALIGN = 64
+_dtype = functools.cache(np.dtype)
 _PREFIX = struct.Struct("<4sIQ")  # magic, format, header bytes
 
 
@@ -56,13 +58,13 @@ class Layout:
             raise ValueError(f"{self.what} cut short in its header: expected {body} bytes, found {len(view)}")
         header = json.loads(bytes(view[_PREFIX.size : body]))
         columns: dict[str, np.ndarray] = {}
-        for name, dtype, shape, at in header["columns"]:
-            count = math.prod(shape)
-            end = body + at + count * np.dtype(dtype).itemsize
-            if end > len(view):
+        for name, code, shape, at in header["columns"]:
+            dtype, count = _dtype(code), math.prod(shape)
+            if (end := body + at + count * dtype.itemsize) > len(view):
                 raise ValueError(
                     f"{self.what} {header['meta']['uid']} cut short in column {name!r}: expected {end} bytes, "
                     f"found {len(view)}"
                 )
-            columns[name] = np.frombuffer(view, dtype=dtype, count=count, offset=body + at).reshape(shape)
+            column = np.frombuffer(view, dtype, count, body + at)
+            columns[name] = column if len(shape) == 1 else column.reshape(shape)
         return header["meta"], columns

@@ -201,6 +201,10 @@ class World:
     def __getattr__(self, name):
         return getattr(self.queue, name)
 
+    async def lease(self, *args):
+        """Comes in the order of this caller's calls, but waits on after its caller has gone."""
+        return await self._made(self.queue.lease(*args))
+
     async def copy_to(self, folder):
         await self.journal.copy_to(folder)
 
@@ -228,7 +232,11 @@ class World:
             await asyncio.sleep(self.chaos.choice((0, 0, 0, self.chaos.random() * 0.02)))
             return await call(*args)
 
-        task = asyncio.create_task(later())
+        return await self._made(later())
+
+    async def _made(self, call):
+        """A call that its caller cannot take back."""
+        task = asyncio.create_task(call)
         self._late.add(task)
         task.add_done_callback(self._late.discard)
         task.add_done_callback(lambda t: t.cancelled() or t.exception())
@@ -246,7 +254,7 @@ class World:
                         waiting[uid_of(number)] = 0
                         number += 1
                     tickets = [Ticket(uid, uid, 0, int(uid[1:])) for uid in waiting]
-                    started, passed, issued = await self._call(self.queue.issue, tickets, len(tickets), holder)
+                    started, passed, issued, *_ = await self._call(self.queue.issue, tickets, len(tickets), holder)
                     if not (started or passed):
                         return
                     number = max(number, issued)
