@@ -178,7 +178,7 @@ class SampleQueue:
             start, passed = self._startable(tickets, count, holder.shard)
             return bool(start) or len(passed) == len(tickets)
 
-        with self._one_more_asks():
+        with self._counted_as_asking():
             await self._wait_until(lambda: self._outdated(holder) or self._closed is not None or answerable())
             self._check_holder(holder)
             admitted = self._start(tickets, count, holder.shard)
@@ -203,7 +203,7 @@ class SampleQueue:
             return [], self._admitted([], [])  # they stay in flight, for a run that resumes this one
         self._check_holder(holder)
         refusals = self._accept(groups)
-        with self._one_more_asks():
+        with self._counted_as_asking():
             admitted = self._start(tickets, count, holder.shard)
         await self._commit()
         return refusals, admitted
@@ -482,7 +482,7 @@ class SampleQueue:
         return self._admitted(start, passed)
 
     @contextlib.contextmanager
-    def _one_more_asks(self) -> Iterator[None]:
+    def _counted_as_asking(self) -> Iterator[None]:
         """Counts a call that asks for the groups that may start."""
         self._asking += 1
         self._note_room()
