@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -14,7 +15,7 @@ from asyncrl.param_sync.buckets import ALIGN_BYTES, Bucket, TensorPart, check_ch
 from asyncrl.param_sync.digest import combine_hashes, digest_tensors, dtype_name, hashes_by_role
 from asyncrl.param_sync.errors import BucketKey, SyncError
 from asyncrl.param_sync.live_weights import LiveWeights
-from asyncrl.param_sync.manifest import Manifest, ManifestError, TensorSpec
+from asyncrl.param_sync.manifest import AdapterSpec, Manifest, ManifestError, TensorSpec
 from asyncrl.param_sync.tensor_assembler import TensorAssembler
 from asyncrl.param_sync.weight_receiver import LocalReceiver
 from asyncrl.types.versions import PolicyVersion
@@ -239,10 +240,24 @@ def test_a_commit_reports_the_version_and_ends_the_session():
         ),
     ],
 )
-def test_a_manifest_that_does_not_fit_is_refused(sent, message):
-    receiver = receiver_of({"a": torch.zeros(2), "b": torch.zeros(3)}, {"head": "a"})
+@pytest.mark.parametrize("after_one_that_fits", [False, True])
+def test_a_manifest_that_does_not_fit_is_refused(sent, message, after_one_that_fits):
+    live = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    receiver = receiver_of(live, {"head": "a"})
+    if after_one_that_fits:
+        receiver.open("r", manifest_of(live))
     with pytest.raises(ManifestError, match=message):
         receiver.open("s", manifest_of(sent))
+
+
+def test_a_manifest_that_arrives_again_is_the_one_of_before():
+    adapter = AdapterSpec("a", 2, 4.0, ("q_proj",), "float32")
+    sent = Manifest((TensorSpec("a", "float32", (2, 3)), TensorSpec("h", "int8", (), "draft", "a")), adapter, True)
+    first, second = (pickle.loads(pickle.dumps(manifest)) for manifest in (sent, replace(sent)))
+    assert first == sent
+    assert first is second
+    assert pickle.loads(pickle.dumps(first)) is first
+    assert pickle.loads(pickle.dumps(sent.without_base())) == sent.without_base() != sent
 
 
 def test_a_manifest_error_counts_all_problems_and_lists_a_few():

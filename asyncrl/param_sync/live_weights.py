@@ -53,6 +53,7 @@ class LiveWeights:
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")  # where buckets are unpacked
         device_ranges.works_on(self._device)  # compiles here, not while generation is paused
         self._session: str | None = None
+        self._agreed: Manifest | None = None  # the last one, without clashes
         self._sizes: dict[str, tuple[int, int]] = {}  # expected tensors: nbytes, and bytes per element
         self._received: dict[str, int] = {}  # bytes so far, by tensor
         self._next: dict[int, int] = {}  # sender → sequence of its next bucket
@@ -66,16 +67,20 @@ class LiveWeights:
 
     def open(self, session: str, manifest: Manifest) -> None:
         """Check every name, shape and dtype against the live tensors. Raises ManifestError naming both sides."""
-        problems = list(self._clashes(manifest))
-        if problems:
+        if manifest != self._agreed:
+            self._agree(manifest)
+        self._session, self._verified = session, False
+        self._received, self._next = {}, {}
+
+    def _agree(self, manifest: Manifest) -> None:
+        if problems := self._clashes(manifest):
             more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
             raise ManifestError(
                 f"sender and replica do not hold the same tensors, {len(problems)} differ: "
                 f"{'; '.join(problems[:4])}{more}. Both sides must build the model from the same checkpoint"
             )
-        self._session, self._verified = session, False
+        self._agreed = manifest
         self._sizes = {t.name: (t.nbytes, DTYPE_BYTES[t.dtype]) for t in manifest.sent()}
-        self._received, self._next = {}, {}
 
     def destination(self, session: str, part: TensorPart, device: torch.device) -> torch.Tensor | None:
         """Live memory for a part, uint8 [nbytes] on ``device``, into which it may be received from now on, so `intact`

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Role = Literal["target", "draft"]
 
@@ -78,7 +80,9 @@ class AdapterSpec:
 @dataclass(frozen=True)
 class Manifest:
     """All tensors of a session, in export order. ``adapter``: the adapter that its LoRA tensors form, None without any.
-    ``frozen_draft``: with an adapter, whether the draft is frozen like the base."""
+    ``frozen_draft``: with an adapter, whether the draft is frozen like the base.
+
+    It goes to every replica in every session: it is pickled once, and a process that gets it again keeps the first."""
 
     tensors: tuple[TensorSpec, ...]
     adapter: AdapterSpec | None = None
@@ -92,6 +96,14 @@ class Manifest:
         for t in self.tensors:
             if t.dtype not in DTYPE_BYTES:
                 raise ManifestError(f"{t.name}: expected a dtype of {', '.join(DTYPE_BYTES)}; found {t.dtype!r}")
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Manifest], tuple[bytes]]:
+        return _unpickled, (self._pickled,)
+
+    @functools.cached_property
+    def _pickled(self) -> bytes:
+        fields: tuple[Any, ...] = tuple(map(tuple, self.tensors)), self.adapter, self.frozen_draft
+        return pickle.dumps(fields)
 
     def __iter__(self) -> Iterator[TensorSpec]:
         return iter(self.tensors)
@@ -119,3 +131,9 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.sent())
+
+
+@functools.lru_cache(4)
+def _unpickled(pickled: bytes) -> Manifest:
+    tensors, *others = pickle.loads(pickled)
+    return Manifest(tuple(map(TensorSpec._make, tensors)), *others)

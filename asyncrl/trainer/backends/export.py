@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -80,6 +81,7 @@ class Export:
             draft = weights.whole(getattr(torch, self._dtype), is_draft, exact=False)
             self._first_draft = {name: tensor.clone() for name, tensor in draft}
 
+    @functools.cached_property
     def manifest(self) -> Manifest:
         """All tensors of the model in the order of its parameters, in the engine's dtype, which may differ from the
         checkpoint's. A tied head is listed last but not sent."""

@@ -283,7 +283,7 @@ class BaseBackend(ABC):
     # -- weights out -----------------------------------------------------------------------------------------------
 
     def manifest(self) -> Manifest:
-        return self._export.manifest()
+        return self._export.manifest
 
     def export(self, base: bool = True) -> Iterator[tuple[str, Tensor]]:
         return self._export.tensors(base)

@@ -10,6 +10,7 @@ from torch import Tensor
 from asyncrl.config.schema import LoraConfig
 from asyncrl.models.checkpoint import is_draft
 from asyncrl.models.lora import linear_shapes
+from asyncrl.param_sync.digest import ROLES
 from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.param_sync.lora.adapted_weights import AdaptedWeights, AdapterState
 from asyncrl.param_sync.lora.adapters import adapter_shapes, adapter_spec
@@ -25,12 +26,13 @@ class NativeWeights(LiveWeights):
     """Writes into the model's named views, of target and draft."""
 
     def __init__(self, model: NativeModel, on_commit: OnCommit) -> None:
-        super().__init__(model.named_views(), model.tied(), on_commit)
-        self._model = model
+        views = model.named_views()
+        super().__init__(views, model.tied(), on_commit)
+        self._held = {role: _of_role(views, role) for role in ROLES}
 
     def held(self, role: Role) -> Mapping[str, Tensor]:
         """Tensors that the digest of a role covers."""
-        return _of_role(self._model.named_views(), role)
+        return self._held[role]
 
 
 class NativeAdaptedWeights(AdaptedWeights):

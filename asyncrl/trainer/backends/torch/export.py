@@ -27,6 +27,8 @@ class ShardedWeights:
             name: {name: tuple(p.shape)} if (files := self._files[name]) is None else files.parts[name]
             for name, p in parameters.items()
         }
+        #: (module, attribute) by parameter: FSDP puts another tensor in its place for a while
+        self._places = {n: (model.module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in parameters}
         self.shapes = {n: shape for parts in self._parts.values() for n, shape in parts.items()} | dict(model.carried)
         self.trained = frozenset(part for n, p in parameters.items() if p.requires_grad for part in self._parts[n])
 
@@ -35,9 +37,9 @@ class ShardedWeights:
         self, dtype: torch.dtype, wanted: Callable[[str], bool], exact: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """Shards are converted before they are gathered, so a bfloat16 export moves half the bytes."""
-        for name, parameter in self._model.module.named_parameters():
+        for name, (module, attribute) in self._places.items():
             if any(map(wanted, self._parts[name])):
-                tensor: Tensor = parameter
+                tensor: Tensor = getattr(module, attribute)
                 if isinstance(tensor, DTensor) and tensor.device_mesh.size() == 1:
                     tensor = tensor.to_local()  # each operation on a DTensor takes a tenth of a millisecond
                 tensor = tensor.detach().to(dtype)
