@@ -95,7 +95,7 @@ def start_sample_queue(run_dir: Path) -> Any:
 
 @ray.remote(num_cpus=0)
 class Producer:
-    """Rollouter side: starts as many groups as admitted; one `put` carries all groups that are waiting."""
+    """Rollouter side: starts as many groups as admitted; one call hands over all groups that are waiting."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = HeldQueue(ActorClient(queue, "queue"), ONLY)

@@ -279,10 +279,7 @@ class History:
             return False
         late = self.gone[: self.random.randint(0, 1)]  # a group that was cancelled meanwhile changes nothing
         groups = [self.finish(uid) for uid in [*late, *uids]]
-        if self.random.random() < 0.5:
-            await self.call("put", groups)
-        else:
-            await self.call("put_and_issue", groups, [], 1)
+        await self.call("put_and_issue", groups, [], 1)
         self.live |= dict.fromkeys(uids, QUEUED)
         await self.notice_overdue()
         return True
@@ -307,7 +304,8 @@ class History:
         group.attempt += 1
         poison = group.attempt == ATTEMPTS
         expected = Refusal(group.uid, "unknown_version", None if poison else group.attempt)
-        assert await self.call("put", [damaged]) == [expected]
+        refusals, _ = await self.call("put_and_issue", [damaged], [], 1)
+        assert refusals == [expected]
         group.snapshot = None
         if poison:
             del self.live[group.uid]
@@ -478,7 +476,8 @@ class History:
         """The process is killed before it answers the last call, which is repeated."""
         self.start_queue()
         method, args, answer = self.last or (None, (), None)
-        if method == "issue" and not all(uid in self.live for uid in answer.started):
+        admitted = answer[1] if method == "put_and_issue" else answer
+        if isinstance(admitted, Admitted) and not all(uid in self.live for uid in admitted.started):
             return True  # a group was dropped since; the caller learns of it before it repeats the call
         if method is not None:
             again = await self.call(method, *args)
@@ -486,8 +485,8 @@ class History:
                 (answer, payloads), (lease, same) = answer, again
                 assert [g.uid for g in lease.groups] == [g.uid for g in answer.groups]
                 assert same == payloads
-            elif method == "put":  # groups dropped as poison are not reported again
-                assert again == [refusal for refusal in answer if refusal.attempt is not None]
+            elif method == "put_and_issue":  # groups dropped as poison are not reported again
+                assert again == ([refusal for refusal in answer[0] if refusal.attempt is not None], admitted)
             else:
                 assert again == answer, method
         return True

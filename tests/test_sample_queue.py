@@ -30,7 +30,7 @@ from asyncrl.sample_queue.records import JournalError
 from asyncrl.simulation.records import InMemoryRecords
 from asyncrl.types.groups import Group
 from asyncrl.types.versions import PolicyVersion
-from tests.support.in_memory import payload
+from tests.support.in_memory import payload, put
 from tests.support.scripted import settle
 from tests.test_spool import FaultyDisk
 
@@ -89,7 +89,7 @@ async def test_threshold_zero_admits_one_version_of_groups():
     await q.publish(PolicyVersion(0, 0))
     assert await begin(q, ["a", "b", "c"]) == 2
     more = await waits(begin(q, ["c"]))
-    await q.put([payload("b", 0), payload("a", 0)])
+    await put(q, [payload("b", 0), payload("a", 0)])
     leased, buffers = await q.lease(1, 2)
     assert [g.uid for g in leased.groups] == ["a", "b"]  # the order of issue, not of arrival
     assert [Group.from_buffer(b).uid for b in buffers] == ["a", "b"]
@@ -113,9 +113,9 @@ async def test_a_straggler_holds_back_the_groups_behind_it():
     q = queue(per_version=3, threshold="1")
     await q.publish(PolicyVersion(0, 0))
     await begin(q, ["slow", "b", "c"])
-    await q.put([payload("b", 0), payload("c", 0)])
+    await put(q, [payload("b", 0), payload("c", 0)])
     lease = await waits(q.lease(1, 2))
-    await q.put([payload("slow", 0)])
+    await put(q, [payload("slow", 0)])
     assert [g.uid for g in (await lease)[0].groups] == ["slow", "b"]
 
 
@@ -123,7 +123,7 @@ async def test_a_released_lease_returns_in_order():
     q = queue(per_version=3, threshold="1")
     await q.publish(PolicyVersion(0, 0))
     await begin(q, ["a", "b", "c"])
-    await q.put([payload(u, 0) for u in "abc"])
+    await put(q, [payload(u, 0) for u in "abc"])
     await q.lease(1, 2)
     await q.release(1)
     assert [g.uid for g in (await q.lease(1, 3))[0].groups] == ["a", "b", "c"]
@@ -133,11 +133,11 @@ async def test_a_batch_is_leased_in_parts_each_once():
     q = queue(per_version=3)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abc")
-    await q.put([payload("a", 0)])
+    await put(q, [payload("a", 0)])
     uids = lambda answer: [group.uid for group in answer[0].groups]
     assert uids(await q.lease(1, 1)) == uids(await q.lease(1, 1)) == ["a"]  # also if the call is repeated
     rest = await waits(q.lease(1, 2, ["a"]))
-    await q.put([payload(uid, 0) for uid in "cb"])
+    await put(q, [payload(uid, 0) for uid in "cb"])
     assert uids(await rest) == uids(await q.lease(1, 2, ["a"])) == ["b", "c"]
     await q.trained(1)
     assert q.balance()["trained"] == 3
@@ -148,7 +148,7 @@ async def test_an_abandoned_step_takes_no_group_even_by_a_lease_that_waits():
     q = queue(per_version=2)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    await q.put([payload("a", 0)])
+    await put(q, [payload("a", 0)])
     await q.lease(1, 1)
     second = await waits(q.lease(1, 1, ["a"]))
     await q.release(1)
@@ -160,12 +160,12 @@ async def test_untrained_groups_stay_for_a_run_that_resumes():
     q = queue(per_version=3, threshold="1")
     await q.publish(PolicyVersion(0, 0))
     await begin(q, ["a", "b", "c", "d"])
-    await q.put([payload(u, 0) for u in "abc"])
+    await put(q, [payload(u, 0) for u in "abc"])
     await q.lease(1, 1)
     await q.trained(1)
     stats = await q.finish()
     assert (stats["fully_async/count/queued"], stats["fully_async/count/trained"]) == (2, 1)
-    await q.put([payload("d", 0)])  # too late, but not an error: it is in flight for the next run
+    await put(q, [payload("d", 0)])  # too late, but not an error: it is in flight for the next run
     assert q.balance() == {"issued": 4, "trained": 1, "dropped": 0, "in_flight": 1, "queued": 2, "leased": 0}
 
 
@@ -194,8 +194,8 @@ async def test_an_illegal_call_is_refused_with_the_group_and_its_state():
     await q.publish(PolicyVersion(0, 0))
     await begin(q, ["a"])
     with pytest.raises(QueueError, match="group b is unknown, expected in_flight"):
-        await q.put([payload("b", 0)])
-    await q.put([payload("a", 0)])
+        await put(q, [payload("b", 0)])
+    await put(q, [payload("a", 0)])
     with pytest.raises(QueueError, match="group a is queued"):
         await q.drop([Drop("a", "late")])
     with pytest.raises(QueueError, match="group c has place 2, expected 1"):
@@ -212,13 +212,13 @@ async def test_acknowledged_calls_are_in_the_ledger(tmp_path):
     q = queue(per_version=2, records=journal)
     await q.publish(PolicyVersion(0, 0))
     await begin(q, ["a", "b"])
-    await q.put([payload("a", 0)])
+    await put(q, [payload("a", 0)])
     await q.drop([Drop("b", "zero_variance")])
     await begin(q, ["c"])
     found = journal.recover()
     assert [(g.uid, g.state) for g in found.groups] == [("a", "queued"), ("c", "in_flight")]
     assert (found.issued, found.dropped, found.version) == (3, {"zero_variance": 1}, (0, 0))
-    await q.put([payload("c", 0)])
+    await put(q, [payload("c", 0)])
     await q.lease(1, 2)
     await q.trained(1)
     assert [(g.state, g.final) for g in journal.recover().groups] == [("trained", 0)] * 2
@@ -236,7 +236,7 @@ async def test_a_failed_write_fails_its_callers_and_leaves_the_queue_with_what_i
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abc")
     disk.room_bytes = 10
-    calls = [q.put([payload("a", 0)]), q.put([payload("b", 0)]), q.drop([Drop("c", "zero_variance")])]
+    calls = [put(q, [payload("a", 0)]), put(q, [payload("b", 0)]), q.drop([Drop("c", "zero_variance")])]
     errors = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(error, JournalError) for error in errors[:2])
     dropped = int(errors[2] is None)  # it may have come late enough for a separate write
@@ -244,7 +244,7 @@ async def test_a_failed_write_fails_its_callers_and_leaves_the_queue_with_what_i
         "issued": 3, "trained": 0, "dropped": dropped, "in_flight": 3 - dropped, "queued": 0, "leased": 0
     }  # fmt: skip
     disk.room_bytes = 1_000_000
-    await q.put([payload(u, 0) for u in "ab"])
+    await put(q, [payload(u, 0) for u in "ab"])
     assert await trained(q, 1, 2) == "ab"
     assert [g.state for g in journal.recover().groups if g.state == "trained"] == ["trained"] * 2
     await journal.close()
@@ -256,9 +256,9 @@ async def test_a_repeated_call_is_answered_once_the_first_one_is_on_disk(tmp_pat
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
     both = [payload(u, 0) for u in "ab"]
-    lost = [asyncio.create_task(call) for call in (q.put(both), q.lease(1, 2), q.trained(1))]
+    lost = [asyncio.create_task(call) for call in (put(q, both), q.lease(1, 2), q.trained(1))]
     await asyncio.sleep(0)
-    assert await q.put(both) == []
+    assert await put(q, both) == []
     assert journal.recover().groups[0].finished_s is not None
     await q.trained(1)
     assert [g.state for g in journal.recover().groups if g.state == "trained"] == ["trained"] * 2
@@ -271,7 +271,7 @@ async def test_two_calls_for_the_lease_of_one_step_get_the_same_groups():
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abcd")
     calls = [await waits(q.lease(1, 2)) for _ in range(2)]
-    await q.put([payload(u, 0) for u in "abcd"])
+    await put(q, [payload(u, 0) for u in "abcd"])
     first, second = await asyncio.gather(*calls)
     assert first == second
     assert [g.uid for g in first[0].groups] == ["a", "b"]
@@ -294,7 +294,7 @@ async def test_a_restarted_queue_recovers_its_state_and_every_call_may_be_repeat
 
     await twice("publish", PolicyVersion(0, 0))
     assert await twice("issue", tickets("abcdefgh"), 8) == Admitted(list("abcdef"), [], 6, 0)
-    await twice("put", [payload(u, 0) for u in "bcd"])
+    await twice("put_and_issue", [payload(u, 0) for u in "bcd"], (), 0)
     await twice("drop", [Drop("a", "zero_variance")])
     lease, payloads = await twice("lease", 1, 3)
     assert [g.uid for g in lease.groups] == ["b", "c", "d"]
@@ -316,7 +316,7 @@ async def test_a_restarted_rollouter_gets_the_groups_in_flight_and_the_last_uid(
     await started(q, "abcd")
     await q.snapshot([Snapshot("c", 0, 0, b"c0"), Snapshot("b", 0, 0, b"half of b")])
     await q.snapshot([Snapshot("c", 0, 1, b"c1"), Snapshot("a", 1, 0, b"of an attempt that never was")])
-    await q.put([payload("b", 0)])
+    await put(q, [payload("b", 0)])
     await q.drop([Drop("d", "zero_variance")])
     await q.snapshot([Snapshot("b", 0, 0, b"too late")])
     found = await q.recover()
@@ -329,7 +329,7 @@ async def test_a_restarted_rollouter_may_ask_for_all_groups_that_were_ever_issue
     q = queue(per_version=2, threshold="1", records=journal)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abcd")
-    await q.put([payload("b", 0), payload("a", 0)])
+    await put(q, [payload("b", 0), payload("a", 0)])
     await trained(q, 1, 2)
     await q.publish(PolicyVersion(0, 1))
     await q.covered(1)
@@ -369,7 +369,7 @@ async def test_calls_of_a_rollouter_that_was_replaced_are_refused_even_those_tha
     await settle()
     assert [g.uid for g in (await q.recover(Holder(0, 2))).in_flight] == ["a", "b"]
     late = [
-        q.put([payload("a", 0)], Holder(0, 1)),
+        put(q, [payload("a", 0)], Holder(0, 1)),
         q.drop([Drop("b", "failed")], Holder(0, 1)),
         begin(q, "d", Holder(0, 1)),
         q.recover(Holder(0, 1)),
@@ -384,8 +384,8 @@ async def test_calls_of_a_rollouter_that_was_replaced_are_refused_even_those_tha
     await journal.close()
     q = queue(per_version=2, records=(journal := Journal(tmp_path)))  # a restarted queue knows its holder
     with pytest.raises(QueueError, match="rollouter 2 had taken over"):
-        await q.put([payload("a", 0)], Holder(0, 1))
-    assert await q.put([payload("a", 0)], Holder(0, 2)) == []
+        await put(q, [payload("a", 0)], Holder(0, 1))
+    assert await put(q, [payload("a", 0)], Holder(0, 2)) == []
     assert q.balance()["queued"] == 1
     await journal.close()
 
@@ -411,8 +411,8 @@ async def test_shards_take_the_groups_of_one_order_and_each_gets_its_own_back(tm
     found = await q.recover(Holder(1, 3))
     assert (found.issued, found.last_uid, [g.uid for g in found.in_flight]) == (8, "h", list("cdgh"))
     with pytest.raises(QueueError, match="a call of rollouter 2 came after rollouter 3 had taken over"):
-        await q.put([payload("c", 0)], two)
-    assert await q.put([payload("a", 0)], one) == []  # this one goes on
+        await put(q, [payload("c", 0)], two)
+    assert await put(q, [payload("a", 0)], one) == []  # this one goes on
     waiting = await waits(q.issue(tickets("ij", 8), 2, one))  # the budget is that of all shards
     await q.drop([Drop("c", "zero_variance")], Holder(1, 3))
     assert await waiting == Admitted(["i"], [], 9, 0)
@@ -463,7 +463,7 @@ async def test_a_cancelled_call_no_longer_waits_and_of_two_that_could_go_on_one_
     await asyncio.wait([cancelled])
     await q.publish(PolicyVersion(0, 0))
     await started(q, "a")
-    await q.put([payload("a", 0)])
+    await put(q, [payload("a", 0)])
     assert [group.uid for group in (await first)[0].groups] == ["a"]
     assert not second.done()
     await q.close("the prompts ended")
@@ -519,7 +519,7 @@ async def test_each_shard_hears_of_its_own_overdue_groups():
     await q.issue(tickets("b", 1), 1, Holder(1))
     heard = [await waits(q.overdue(Holder(shard))) for shard in range(2)]
     for step in (1, 2):
-        await q.put([payload("bc"[step - 1], step - 1)], Holder(1))
+        await put(q, [payload("bc"[step - 1], step - 1)], Holder(1))
         await trained(q, step, 1)
         await q.publish(PolicyVersion(0, step))
         if step == 1:
@@ -535,9 +535,9 @@ async def test_the_prompts_end_when_no_shard_has_a_group_in_flight():
     await q.publish(PolicyVersion(0, 0))
     await q.issue(tickets("a"), 1, Holder(0))
     await q.issue(tickets("b", 1), 1, Holder(1))
-    await q.put([payload("a", 0)], Holder(0))
+    await put(q, [payload("a", 0)], Holder(0))
     ending = await waits(q.end("the prompts ended", Holder(0)))
-    await q.put([payload("b", 0)], Holder(1))
+    await put(q, [payload("b", 0)], Holder(1))
     await ending
     assert [g.uid for g in (await q.lease(1, 2))[0].groups] == ["a", "b"]
     assert (await q.lease(2, 1))[0].closed == "the prompts ended"
@@ -548,7 +548,7 @@ async def test_skipped_groups_are_dropped_wherever_they_are(tmp_path):
     q = queue(per_version=3, records=journal)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abc")
-    await q.put([payload("b", 0), payload("c", 0)])
+    await put(q, [payload("b", 0), payload("c", 0)])
     await q.skip(["a", "b", "never issued"])
     await q.skip(["a", "b"])  # repeated
     assert await trained(q, 1, 1) == "c"
@@ -587,7 +587,7 @@ async def test_a_rollback_returns_groups_in_order_and_nothing_starts_before_the_
     q = queue(per_version=2, threshold="2")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abcdef")
-    await q.put([payload(u, 0) for u in "fedcba"])
+    await put(q, [payload(u, 0) for u in "fedcba"])
     assert await trained(q, 1, 2) == "ab"
     await q.publish(PolicyVersion(0, 1))
     assert await trained(q, 2, 2) == "cd"
@@ -606,7 +606,7 @@ async def test_after_a_rollback_a_group_in_flight_waits_for_its_place():
     q = queue(per_version=2, threshold="0")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    await q.put([payload(u, 0) for u in "ab"])
+    await put(q, [payload(u, 0) for u in "ab"])
     await trained(q, 1, 2)
     await q.publish(PolicyVersion(0, 1))
     await started(q, "cd")
@@ -659,7 +659,7 @@ async def test_groups_that_a_smaller_batch_makes_too_late_are_dropped_on_resume(
     q = queue(per_version=4, records=records)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abcd")
-    await q.put([payload(u, 0) for u in "abd"])
+    await put(q, [payload(u, 0) for u in "abd"])
     q = queue(per_version=2, records=records)
     await q.rollback(0)
     await q.publish(PolicyVersion(1, 0))
@@ -675,11 +675,11 @@ async def test_ready_first_takes_finished_groups_the_earliest_deadline_first():
     q = queue(per_version=2, threshold="2", order="ready_first")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abcde")
-    await q.put([payload(u, 0) for u in "ec"])
+    await put(q, [payload(u, 0) for u in "ec"])
     assert await trained(q, 1, 2) == "ce"
     await q.publish(PolicyVersion(0, 1))
     await started(q, "fg")
-    await q.put([payload("f", 1), payload("d", 0)])
+    await put(q, [payload("f", 1), payload("d", 0)])
     assert await trained(q, 2, 2) == "df"  # d is of version 0
 
 
@@ -687,13 +687,13 @@ async def test_wait_holds_the_batch_back_for_a_group_that_would_miss_its_deadlin
     q = queue(per_version=2, threshold="1", order="ready_first", overdue="wait")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "abcd")
-    await q.put([payload(u, 0) for u in "cd"])
+    await put(q, [payload(u, 0) for u in "cd"])
     assert await trained(q, 1, 2) == "cd"
     await q.publish(PolicyVersion(0, 1))
     await started(q, "ef")
-    await q.put([payload(u, 1) for u in "ef"])
+    await put(q, [payload(u, 1) for u in "ef"])
     lease = await waits(q.lease(2, 2))  # version 1 is the deadline of a and b
-    await q.put([payload("b", 0), payload("a", 0)])
+    await put(q, [payload("b", 0), payload("a", 0)])
     assert [g.uid for g in (await lease)[0].groups] == ["a", "b"]
 
 
@@ -702,13 +702,13 @@ async def test_a_group_that_is_issued_again_keeps_its_deadline():
     q = queue(per_version=1, threshold="1", order="ready_first")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    await q.put([payload("b", 0)])
+    await put(q, [payload("b", 0)])
     assert await trained(q, 1, 1) == "b"
     await q.publish(PolicyVersion(0, 1))
     await started(q, "ac")
-    await q.put([payload("c", 1)])
+    await put(q, [payload("c", 1)])
     lease = await waits(q.lease(2, 1))
-    await q.put([payload("a", 0, 1)])
+    await put(q, [payload("a", 0, 1)])
     assert [g.uid for g in (await lease)[0].groups] == ["a"]
 
 
@@ -718,7 +718,7 @@ async def test_a_group_that_must_come_first_may_start_again():
     q = queue(per_version=4, threshold="1", order="ready_first", records=records)
     await q.publish(PolicyVersion(0, 2))
     await started(q, "abcd")
-    await q.put([payload(u, 2) for u in "abc"])
+    await put(q, [payload(u, 2) for u in "abc"])
     await q.rollback(0)
     await q.publish(PolicyVersion(1, 0))
     await started(q, "d")
@@ -729,7 +729,7 @@ async def test_a_group_that_must_come_first_may_start_again():
     await q.publish(PolicyVersion(2, 1))
     lease = await waits(q.lease(2, 1))
     await started(q, "d")
-    await q.put([payload("d", 2)])
+    await put(q, [payload("d", 2)])
     assert [g.uid for g in (await lease)[0].groups] == ["d"]
 
 
@@ -738,11 +738,11 @@ async def test_mask_returns_the_first_version_fresh_enough_to_train():
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
     for step, uid in enumerate("bcd", start=1):
-        await q.put([payload(uid, step - 1)])
+        await put(q, [payload(uid, step - 1)])
         assert await trained(q, step, 1) == uid
         await q.publish(PolicyVersion(0, step))
         await begin(q, "cde"[step - 1 :])
-    await q.put([payload("a", 0, 1, 2)])
+    await put(q, [payload("a", 0, 1, 2)])
     lease, _ = await q.lease(4, 1)
     assert ([g.uid for g in lease.groups], lease.mask_before) == (["a"], 2)
 
@@ -753,10 +753,10 @@ async def test_mask_drops_a_group_without_a_token_that_is_fresh_enough(finished_
     await q.publish(PolicyVersion(0, 0))
     await started(q, "a")
     if finished_in_time:
-        await q.put([payload("a", 0)])
+        await put(q, [payload("a", 0)])
     await q.publish(PolicyVersion(0, 1))
     if not finished_in_time:
-        await q.put([payload("a", 0)])
+        await put(q, [payload("a", 0)])
     assert (await q.stats())["fully_async/dropped/overdue"] == 1
     await started(q, "b")
 
@@ -765,17 +765,17 @@ async def test_drop_drops_groups_past_their_deadline_and_notifies_the_rollouter(
     q = queue(per_version=1, threshold="1", order="ready_first", overdue="drop")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    await q.put([payload("b", 0)])
+    await put(q, [payload("b", 0)])
     await trained(q, 1, 1)
     overdue = await waits(q.overdue())
     await q.publish(PolicyVersion(0, 1))
     await started(q, "c")
     assert not overdue.done()
-    await q.put([payload("c", 1)])
+    await put(q, [payload("c", 1)])
     await trained(q, 2, 1)
     await q.publish(PolicyVersion(0, 2))
     assert await overdue == ["a"]
-    await q.put([payload("a", 0)])  # to finish or drop it now changes nothing
+    await put(q, [payload("a", 0)])  # to finish or drop it now changes nothing
     await q.drop([Drop("a", "zero_variance")])
     assert (await q.stats())["fully_async/dropped/overdue"] == q.balance()["dropped"] == 1
 
@@ -787,7 +787,7 @@ async def test_a_group_dropped_as_overdue_before_a_crash_is_not_issued_as_a_new_
     await begin(q, ["a", "b"])
     for step in (1, 2):
         uid = "bc"[step - 1]
-        await q.put([payload(uid, step - 1)])
+        await put(q, [payload(uid, step - 1)])
         await q.lease(step, 1)
         await q.trained(step)
         await q.publish(PolicyVersion(0, step))
@@ -818,7 +818,7 @@ async def test_during_a_rolling_update_a_group_counts_from_the_oldest_version_th
     q = queue(per_version=2, threshold="0")
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    await q.put([payload(u, 0) for u in "ab"])
+    await put(q, [payload(u, 0) for u in "ab"])
     await trained(q, 1, 2)
     await q.publish(PolicyVersion(0, 1), rolling=True)
     issue = await waits(begin(q, "c"))  # it may start on a replica that still serves 0.0
@@ -831,7 +831,7 @@ async def test_a_queue_restarted_during_a_rolling_update_still_counts_from_the_o
     q = queue(per_version=1, threshold="0", records=records)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "a")
-    await q.put([payload("a", 0)])
+    await put(q, [payload("a", 0)])
     await trained(q, 1, 1)
     await q.publish(PolicyVersion(0, 1), rolling=True)
     q = queue(per_version=1, threshold="0", records=records)
@@ -869,9 +869,9 @@ async def test_a_group_with_impossible_tokens_is_refused(columns, reason):
     q = queue(vocab_size=100)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    assert await q.put([damaged("a", **columns), payload("b", 0)]) == [Refusal("a", reason, 1)]
+    assert await put(q, [damaged("a", **columns), payload("b", 0)]) == [Refusal("a", reason, 1)]
     assert q.balance() | {"queued": 1, "in_flight": 1} == q.balance()
-    assert await q.put([damaged("a", attempt=1)]) == []
+    assert await put(q, [damaged("a", attempt=1)]) == []
     assert await trained(q, 1, 2) == "ab"  # it kept its place
 
 
@@ -882,7 +882,7 @@ async def test_logprobs_of_untrained_tokens_may_be_nan():
     group = Group.from_buffer(payload("a", 0, 0))
     untrained = {"logprobs": np.array([-1, np.nan], np.float32), "loss_mask": np.array([True, False])}
     spans = {"span_number": np.zeros(2, np.int64)}
-    assert await q.put([dataclasses.replace(group, **untrained, **spans).to_bytes()]) == []
+    assert await put(q, [dataclasses.replace(group, **untrained, **spans).to_bytes()]) == []
     assert await trained(q, 1, 1) == "a"
 
 
@@ -892,7 +892,7 @@ async def test_tokens_of_an_announced_version_are_accepted():
     await started(q, "ab")
     await q.announce(PolicyVersion(0, 1))
     await q.announce(PolicyVersion(0, 1))  # repeated
-    assert await q.put([payload("a", 1)]) == []
+    assert await put(q, [payload("a", 1)]) == []
     assert await q.rollback(0) == PolicyVersion(0, 1)  # a version is never reused for other weights
     await q.publish(PolicyVersion(1, 0))
 
@@ -903,17 +903,17 @@ async def test_attempts_survive_a_restart_and_a_repeated_call_counts_once(tmp_pa
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
     await q.snapshot([Snapshot("a", 0, 0, b"of the attempt that is refused")])
-    assert await q.put([damaged("a", logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", 1)]
+    assert await put(q, [damaged("a", logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", 1)]
     await journal.close()
     q = queue(records=(journal := Journal(tmp_path)))  # died before the answer arrived
-    assert await q.put([damaged("a", logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", 1)]
+    assert await put(q, [damaged("a", logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", 1)]
     a, b = tickets("ab")
     assert await q.recover() == Recovery(2, "b", [InFlight(a, [], 1), InFlight(b, [], 0)])
-    assert await q.put([damaged("a", 1, logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", 2)]
-    assert await q.put([damaged("a", 2, logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", None)]
+    assert await put(q, [damaged("a", 1, logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", 2)]
+    assert await put(q, [damaged("a", 2, logprobs=NAN)]) == [Refusal("a", "logprob_not_finite", None)]
     assert (await q.stats())["fully_async/dropped/poison"] == 1
-    assert await q.put([damaged("a", 2, logprobs=NAN)]) == []
-    await q.put([payload("b", 0)])
+    assert await put(q, [damaged("a", 2, logprobs=NAN)]) == []
+    await put(q, [payload("b", 0)])
     assert await trained(q, 1, 1) == "b"
     await journal.close()
     with reading(tmp_path / FILE) as db:
@@ -926,7 +926,7 @@ async def test_a_refusal_that_is_written_together_with_a_rollback_counts_once(tm
     q = queue(records=journal)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "a")
-    refusals, _ = await asyncio.gather(q.put([damaged("a", logprobs=NAN)]), q.rollback(0))
+    refusals, _ = await asyncio.gather(put(q, [damaged("a", logprobs=NAN)]), q.rollback(0))
     assert refusals == [Refusal("a", "logprob_not_finite", 1)]
     assert [group.attempt for group in (await q.recover()).in_flight] == [1]
     await journal.close()
@@ -938,7 +938,7 @@ async def test_two_identical_puts_at_the_same_time_refuse_once(tmp_path):
     await q.publish(PolicyVersion(0, 0))
     await started(q, "a")
     call = [damaged("a", logprobs=NAN)]
-    assert await asyncio.gather(q.put(call), q.put(call)) == [[Refusal("a", "logprob_not_finite", 1)]] * 2
+    assert await asyncio.gather(put(q, call), put(q, call)) == [[Refusal("a", "logprob_not_finite", 1)]] * 2
     assert [group.attempt for group in journal.recover().groups] == [1]
     await journal.close()
 
@@ -948,7 +948,7 @@ async def test_a_poison_group_is_dropped_even_if_the_run_ends_at_that_moment(tmp
     q = queue(records=journal, max_attempts=1)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "a")
-    refusals, _ = await asyncio.gather(q.put([damaged("a", logprobs=NAN)]), q.finish())
+    refusals, _ = await asyncio.gather(put(q, [damaged("a", logprobs=NAN)]), q.finish())
     assert refusals == [Refusal("a", "logprob_not_finite", None)]
     assert journal.states(["a"]) == {"a": "dropped"}
     await journal.close()
@@ -959,7 +959,7 @@ async def test_a_new_rollouter_does_not_get_groups_that_the_previous_one_is_endi
     q = queue(records=journal)
     await q.publish(PolicyVersion(0, 0))
     await started(q, "ab")
-    ending = [q.drop([Drop("a", "zero_variance")]), q.put([payload("b", 0)])]
+    ending = [q.drop([Drop("a", "zero_variance")]), put(q, [payload("b", 0)])]
     pending = [asyncio.create_task(call) for call in ending]
     await asyncio.sleep(0)
     assert (await q.recover()).in_flight == []

@@ -30,7 +30,7 @@ from asyncrl.trainer.staleness import StalenessError, batch_metrics, check_ages
 from asyncrl.trainer.validation import ValidationSchedule
 from asyncrl.types.groups import Group
 from asyncrl.types.versions import PolicyVersion
-from tests.support.in_memory import payload
+from tests.support.in_memory import payload, put
 
 # -- staleness ---------------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ async def test_a_step_that_ends_between_its_parts_gives_its_groups_back(end, tmp
     await loop.begin(None)
     running = asyncio.create_task(loop.run())
     await queue.issue([Ticket(uid, uid, 0, place) for place, uid in enumerate("abcd")], 4)
-    await queue.put([payload(uid, 0) for uid in "ac"])
+    await put(queue, [payload(uid, 0) for uid in "ac"])
     await asyncio.wait_for(system.trained.wait(), 60)
     await asyncio.sleep(0.05)  # it waits for b
     assert (queue.balance()["leased"], system.parts) == (1, [["a"]])
@@ -154,9 +154,9 @@ async def test_a_step_whose_groups_finish_while_it_trains_ends_after_a_stop(tmp_
     await loop.begin(None)
     running = asyncio.create_task(loop.run())
     await queue.issue([Ticket(uid, uid, 0, place) for place, uid in enumerate("abcd")], 4)
-    await queue.put([payload("a", 0)])
+    await put(queue, [payload("a", 0)])
     await asyncio.wait_for(system.trained.wait(), 60)
-    await queue.put([payload(uid, 0) for uid in "bcd"])
+    await put(queue, [payload(uid, 0) for uid in "bcd"])
     loop.stop("SIGTERM")
     system.goes_on.set()
     progress = await asyncio.wait_for(running, 60)
@@ -174,13 +174,13 @@ async def test_the_trainer_starves_while_it_waits_for_groups_and_does_not_train(
     await queue.issue([Ticket(uid, uid, 0, place) for place, uid in enumerate("abcd")], 4)
     await _next(system.waiting)
     clock[0] += 3.0  # it waits for a
-    await queue.put([payload("a", 0)])
+    await put(queue, [payload("a", 0)])
     await _next(system.trained)
     clock[0] += 10.0  # it trains, and a lease waits for b
     system.goes_on.set()
     await _next(system.waiting)
     clock[0] += 0.5  # it waits for b
-    await queue.put([payload(uid, 0) for uid in "bcd"])
+    await put(queue, [payload(uid, 0) for uid in "bcd"])
     admitted = await asyncio.wait_for(queue.issue([Ticket("e", "e", 0, 4)], 1), 60)
     assert (admitted.number, admitted.starved_s) == (1, 3.5)
     loop.stop("SIGTERM")

@@ -186,11 +186,6 @@ class SampleQueue:
             await self._commit()
         return admitted
 
-    async def put(self, groups: Sequence[bytes], holder: Holder = ONLY) -> list[Refusal]:
-        """`put_and_issue` without new groups."""
-        refusals, _ = await self.put_and_issue(groups, (), 0, holder)
-        return refusals
-
     async def put_and_issue(
         self, groups: Sequence[bytes], tickets: Sequence[Ticket], count: int, holder: Holder = ONLY
     ) -> tuple[list[Refusal], Admitted]:

@@ -1,7 +1,11 @@
 """Small groups to put into a queue."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from asyncrl.sample_queue.core import SampleQueue
+from asyncrl.sample_queue.messages import ONLY, Holder, Refusal
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
@@ -20,3 +24,9 @@ def payload(uid: str, *versions: int) -> bytes:
         reward=0.0,
     )
     return Group.from_samples(uid, uid, 0, np.ones(1, np.int32), [s]).to_bytes()
+
+
+async def put(queue: SampleQueue, groups: Sequence[bytes], holder: Holder = ONLY) -> list[Refusal]:
+    """Hand over finished groups, and ask for no new ones."""
+    refusals, _ = await queue.put_and_issue(groups, (), 0, holder)
+    return refusals

@@ -26,7 +26,7 @@ from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.group_state import QueueError
 from asyncrl.sample_queue.journal import Journal
-from asyncrl.sample_queue.messages import Holder, Snapshot, Ticket
+from asyncrl.sample_queue.messages import Admitted, Holder, Refusal, Snapshot, Ticket
 from asyncrl.trainer.loop import TrainLoop
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
@@ -246,7 +246,7 @@ class World:
         with contextlib.suppress(QueueError):  # another one has taken over
             recovery = await self._call(self.queue.recover, holder)
             waiting = {item.uid: item.attempt for item in recovery.in_flight}
-            number = recovery.issued
+            number, asking = recovery.issued, []
             async with asyncio.TaskGroup() as groups:
                 groups.create_task(self._overdue(holder))
                 while True:
@@ -254,20 +254,43 @@ class World:
                         waiting[uid_of(number)] = 0
                         number += 1
                     tickets = [Ticket(uid, uid, 0, int(uid[1:])) for uid in waiting]
-                    started, passed, issued, *_ = await self._call(self.queue.issue, tickets, len(tickets), holder)
+                    started, passed, issued, *_ = await self._issue(tickets, asking, holder)
                     if not (started or passed):
                         return
                     number = max(number, issued)
                     for uid in passed:
                         del waiting[uid]
                     for uid in started:
-                        groups.create_task(self._group(uid, waiting.pop(uid), holder))
+                        groups.create_task(self._group(uid, waiting.pop(uid), asking, holder))
+
+    async def _issue(self, tickets: list[Ticket], asking: list, holder: Holder) -> Admitted:
+        """Asks with the next groups that end, if some do soon and leave room."""
+        if self.chaos.random() < 0.5:
+            request = tickets, asyncio.get_running_loop().create_future()
+            asking.append(request)
+            await asyncio.sleep(0.002)
+            if request in asking:
+                asking.remove(request)
+            elif (admitted := await request[1]).started or admitted.passed:
+                return admitted
+        return await self._call(self.queue.issue, tickets, len(tickets), holder)
+
+    async def _put(self, group: bytes, asking: list, holder: Holder) -> list[Refusal]:
+        tickets, answer = asking.pop() if asking else ([], asyncio.Future())
+        try:
+            refusals, admitted = await self._call(self.queue.put_and_issue, [group], tickets, len(tickets), holder)
+        except QueueError:  # another one has taken over
+            answer.cancel()
+            raise
+        if not answer.done():  # that of a cancelled task is
+            answer.set_result(admitted)
+        return refusals
 
     async def _overdue(self, holder: Holder) -> None:
         while await self._call(self.queue.overdue, holder):
             pass
 
-    async def _group(self, uid: str, attempt: int, holder: Holder) -> None:
+    async def _group(self, uid: str, attempt: int, asking: list, holder: Holder) -> None:
         chaos = self.chaos
         versions = [self.served]
         with contextlib.suppress(QueueError):
@@ -282,7 +305,7 @@ class World:
                 return
             while attempt is not None:
                 bad = chaos.random() < 0.03
-                refusals = await self._call(self.queue.put, [made(uid, versions, attempt, bad)], holder)
+                refusals = await self._put(made(uid, versions, attempt, bad), asking, holder)
                 if not refusals:
                     self._note("accepted", uid)
                     return
