@@ -233,9 +233,7 @@ def speedups(config: Config, checkpoint: Path, drafted: Sequence[int], rounds: i
         cores[GUARD] = make_core(model, max(drafted), recorder, slots=batch, guard=True)
         rates: dict[Any, list[float]] = {k: [] for k in cores}
         for number in range(rounds + 1):
-            _, requests = Task(config).requests(
-                max(batch // 4, 1) * 4, max(4 // max(batch // 8, 1), 1) if batch > 1 else 2
-            )
+            _, requests = Task(config).requests(max(batch, 4), 4 if batch > 1 else 2)  # several for each slot
             for k, core in cores.items():
                 recorder.drain()
                 responses, seconds = generate(core, requests)

@@ -27,6 +27,7 @@ from asyncrl.rollouter.agent_processes.pool import (
     AgentTask,
 )
 from tests.support import endpoint_agents as support
+from tests.support.scripted import until
 
 LONG_S = 120.0  # what takes less than this on the slowest machine, and far less here
 MODULE = support.__name__
@@ -86,12 +87,6 @@ def nothing_is_left(lock):
         except BlockingIOError:
             return False
     return True
-
-
-async def until(condition):
-    async with asyncio.timeout(LONG_S):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------

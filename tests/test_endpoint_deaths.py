@@ -33,6 +33,7 @@ from tests.support.endpoint import (
     sampled_tokens,
     trained_tokens,
 )
+from tests.support.scripted import until
 
 USER = [dict(m) for m in PROMPT.messages]
 
@@ -44,12 +45,6 @@ def model(tmp_path_factory):
 
 def said(text):
     return [{"role": "user", "content": text}]
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def lost_tokens(system) -> float:

@@ -19,6 +19,7 @@ from asyncrl.run.driver_epoch import DriverEpoch
 from asyncrl.run.placement_plan import PlacementError
 from asyncrl.run.scaling import NotScaled, Scaling, ask
 from tests.support.faults import FaultyRun, trained_steps
+from tests.support.scripted import until
 from tests.support.tiny import make_inputs, overrides
 
 
@@ -132,8 +133,7 @@ async def test_a_request_for_no_number_is_refused(folder, config, asked):
     await asyncio.sleep(0)
     (folder / "scaling/one.json").write_text(f'{{"replicas": {asked}}}')
     answer = folder / "scaling/one.answer.json"
-    while not answer.exists() or not json.loads(answer.read_text())["done"]:
-        await asyncio.sleep(0.01)
+    await until(lambda: answer.exists() and json.loads(answer.read_text())["done"])
     assert 'expected {"replicas": N}' in json.loads(answer.read_text())["error"]
     assert world.replica_names == ["replica/0"]
     serving.cancel()
@@ -175,9 +175,7 @@ async def test_an_answer_that_cannot_be_written_ends_neither_the_run_nor_the_wai
     await asyncio.sleep(0)
     with pytest.raises(NotScaled, match="could not answer; see its log, and ask again"):
         await asyncio.to_thread(lambda: list(ask(folder, 2)))
-    async with asyncio.timeout(60):
-        while world.replica_names != ["replica/0", "replica/1"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: world.replica_names == ["replica/0", "replica/1"])
     assert "No space left on device" in caplog.text
     assert not serving.done()
     serving.cancel()
@@ -214,6 +212,7 @@ async def test_autoscale_brings_generation_into_balance_within_its_limits(
     tracker = observed(training_s, generating_s)
     limits = config("rollout.replicas=2", "rollout.autoscale.min=1", "rollout.autoscale.max=5")
     serving = asyncio.create_task(Scaling(limits, folder, world, world, lambda: tracker).run())
+    await until(lambda: len(world.replica_names) == wanted)
     await asyncio.sleep(0.1)
     assert len(world.replica_names) == wanted
     assert not serving.done()
@@ -227,6 +226,7 @@ async def test_autoscale_goes_on_where_nothing_is_free(folder, config, monkeypat
     serving = asyncio.create_task(
         Scaling(config("rollout.autoscale.max=2"), folder, world, world, lambda: tracker).run()
     )
+    await until(lambda: "autoscale: the rollout pool was not placed" in caplog.text)
     await asyncio.sleep(0.1)
     assert caplog.text.count("autoscale: the rollout pool was not placed") == 1
     assert not serving.done()

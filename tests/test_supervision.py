@@ -26,6 +26,7 @@ from asyncrl.run.restartable import RestartableRanks, RestartableRollouters
 from asyncrl.run.rollouters import Rollouters, shard_names
 from asyncrl.run.supervision import DiedTooOften, DiskStalled, NotStarted, RestartPolicy, Supervisor
 from asyncrl.trainer.actors import RankGroup
+from tests.support.scripted import until
 
 
 def test_the_back_off_doubles_up_to_a_limit_for_each_actor_separately():
@@ -205,12 +206,6 @@ class Queue(Replica):
 def supervisor(world: World, **options) -> Supervisor:
     config = SupervisionConfig(backoff_s=0.0, **options)
     return Supervisor(config, RestartPolicy(config), world, world, Recorder("driver"))
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 class Run:

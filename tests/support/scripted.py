@@ -1,6 +1,7 @@
 """A scripted replica, driven by a test at the router's interface."""
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
 
@@ -72,3 +73,9 @@ def is_death(error: BaseException) -> bool:
 async def settle() -> None:
     for _ in range(30):
         await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):  # far less on any machine, unless it never holds
+        while not condition():
+            await asyncio.sleep(0.001)
