@@ -217,7 +217,7 @@ async def test_places_are_given_back_once_and_not_taken_after_the_end():
     places.ended(1)
     places.generates(1, True)  # a call that the loop left running
     places.close()
-    assert (limiter.samples, len(places), await limiter.room(4)) == (0, 0, 1)
+    assert (limiter.samples, await limiter.room(4)) == (0, 1)
 
 
 async def test_samples_that_wait_for_a_tool_hold_no_place(inputs):
@@ -261,7 +261,7 @@ async def test_a_cancelled_group_releases_each_sample_once(inputs):
         async with asyncio.timeout(30):
             while ClosesItsTool.closed < 9 or ClosesItsTool.opened < 24:  # by the groups that follow
                 await asyncio.sleep(0.005)
-        assert system.loop.limiter.samples == sum(len(g.places) for g in system.loop.in_flight.values()) == 12
+        assert system.loop.limiter.samples == 4 * len(system.loop.in_flight) == 12
 
 
 async def test_groups_of_equal_rewards_are_dropped_counted_and_refilled(inputs):

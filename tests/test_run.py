@@ -33,6 +33,8 @@ from tests.support.stranger import PAYLOADS, stranger
 from tests.support.tiny import authorized, overrides
 
 ROOT = Path(__file__).parent.parent
+_THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGES = _THP.exists() and "[never]" not in _THP.read_text()  # the kernel gives them to who asks
 
 
 class Run:
@@ -102,10 +104,20 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def the_replica_of(run: Run) -> psutil.Process:
+def actors_of(run: Run, *roles: str) -> list[psutil.Process]:
+    """Processes of the actors whose class begins with one of ``roles``."""
     below = psutil.Process(run.process.pid).children(recursive=True)
-    (replica,) = [p for p in below if p.name().startswith("ray::EngineReplica")]
+    return [p for p in below if p.name().startswith(tuple(f"ray::{role}" for role in roles))]
+
+
+def the_replica_of(run: Run) -> psutil.Process:
+    (replica,) = actors_of(run, "EngineReplica")
     return replica
+
+
+def has_huge_pages(process: psutil.Process) -> bool:
+    sizes = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+    return any(line.startswith("AnonHugePages:") and line.split()[1] != "0" for line in sizes)
 
 
 @pytest.fixture
@@ -181,11 +193,13 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
         answers = [gcs_answer(ray_dir, given) for given in (key, "another", None)]
         commands = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
         listening = listening_addresses(run)
+        with_huge_pages = [has_huge_pages(p) for p in actors_of(run, "TrainerRank", "EngineReplica")]
     finally:
         run.process.send_signal(signal.SIGCONT)
     assert answers == [grpc.StatusCode.OK, *[grpc.StatusCode.UNAUTHENTICATED] * 2]
     assert listening == {"127.0.0.1", "::ffff:127.0.0.1"}
     assert [command for command in commands if token in command or key in command] == []
+    assert with_huge_pages == [HUGE_PAGES] * 4
     assert run.wait() == 0, run.text
     assert "A worker died" not in run.text  # said by Ray of processes that did not end as they were asked to
     assert "retries" not in run.text  # Ray's message about calls to the queue that end with it

@@ -25,9 +25,6 @@ class GroupPlaces:
         self._reserved = set(range(n)) if reserved else set()
         limiter.acquire(n, groups=1)
 
-    def __len__(self) -> int:
-        return len(self._generating)
-
     def generates(self, index: int, generates: bool) -> None:
         """A sample generates, or waits for its agent loop."""
         if generates:

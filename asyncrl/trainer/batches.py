@@ -29,8 +29,7 @@ def build_batch(groups: Sequence[Group], mask_before: int | None = None) -> Trai
     ``sample`` int64 (index of its sample in the batch), ``prefix`` int64 (tokens of the group's prompt that it begins
     with), ``owned`` int64 (tokens that it trains, whatever masks follow), ``finish`` uint8 (FinishReason) and
     ``rewards`` float32 of its sample, ``versions`` and ``version_span`` int64 of its sample (number of policy versions
-    that sampled it, and the newest number minus the
-    oldest). Raises ValueError for no groups."""
+    that sampled it, and the newest number minus the oldest). Raises ValueError for no groups."""
     if not groups:
         raise ValueError("a batch needs at least one group, found none")
     tokens: list[np.ndarray] = []
