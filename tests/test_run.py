@@ -104,14 +104,14 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def actors_of(run: Run, *roles: str) -> list[psutil.Process]:
-    """Processes of the actors whose class begins with one of ``roles``."""
+def actors_of(run: Run) -> list[psutil.Process]:
     below = psutil.Process(run.process.pid).children(recursive=True)
+    roles = ("TrainerRank", "EngineReplica", "Rollouter", "SampleQueue")
     return [p for p in below if p.name().startswith(tuple(f"ray::{role}" for role in roles))]
 
 
 def the_replica_of(run: Run) -> psutil.Process:
-    (replica,) = actors_of(run, "EngineReplica")
+    (replica,) = [p for p in actors_of(run) if p.name().startswith("ray::EngineReplica")]
     return replica
 
 
@@ -193,13 +193,13 @@ def test_a_run_with_two_ranks_and_two_replicas_trains_reports_and_leaves_nothing
         answers = [gcs_answer(ray_dir, given) for given in (key, "another", None)]
         commands = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
         listening = listening_addresses(run)
-        with_huge_pages = [has_huge_pages(p) for p in actors_of(run, "TrainerRank", "EngineReplica")]
+        with_huge_pages = [has_huge_pages(p) for p in actors_of(run)]
     finally:
         run.process.send_signal(signal.SIGCONT)
     assert answers == [grpc.StatusCode.OK, *[grpc.StatusCode.UNAUTHENTICATED] * 2]
     assert listening == {"127.0.0.1", "::ffff:127.0.0.1"}
     assert [command for command in commands if token in command or key in command] == []
-    assert with_huge_pages == [HUGE_PAGES] * 4
+    assert with_huge_pages == [HUGE_PAGES] * 6
     assert run.wait() == 0, run.text
     assert "A worker died" not in run.text  # said by Ray of processes that did not end as they were asked to
     assert "retries" not in run.text  # Ray's message about calls to the queue that end with it

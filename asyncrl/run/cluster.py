@@ -346,6 +346,7 @@ class Cluster:
     def _make(self, cls: Any, name: str, options: dict[str, Any], *args: Any) -> ActorClient:
         self._made += 1
         unique = f"{self._actor_name(name)}/{self._made}"  # a dead actor may still hold its name
+        options = {"runtime_env": {"env_vars": _huge_pages()}} | options
         handle = cls.options(name=unique, max_concurrency=CALLS_AT_ONCE, **options).remote(*args, logs=self._logs)
         self._handles.append(handle)
         self._actors[name] = ActorClient(handle, name)
@@ -362,13 +363,17 @@ def _kill(process: Process) -> None:
     process.kill()
 
 
+def _huge_pages() -> dict[str, str]:
+    """Environment of processes whose memory is in huge pages, where the system leaves that to them: looking addresses
+    up takes a virtual machine's CPU a tenth of a step. The user's own GLIBC_TUNABLES are kept."""
+    return {} if "GLIBC_TUNABLES" in os.environ else {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
 def _runtime(threads: int, python: str, loopback: bool) -> dict[str, Any]:
-    """Ray options for an actor that computes: its threads, huge pages unless the user's GLIBC_TUNABLES decide, with
-    ``loopback`` the interface of its process groups, and if ``python`` names one, its interpreter."""
+    """Ray options for an actor that computes: its threads, with ``loopback`` the interface of its process groups, and
+    if ``python`` names one, its interpreter."""
     # spinning OpenMP threads of two actors on shared cores slow each other down twentyfold
-    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    if "GLIBC_TUNABLES" not in os.environ:  # huge pages for tensors: translating addresses took a CPU 10 % of a step
-        environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | _huge_pages()
     if loopback:  # gloo would take the interface of the machine's name, NCCL any
         environment |= {name: "lo" for name in _INTERFACES if not os.environ.get(name)}
     runtime: dict[str, Any] = {"env_vars": environment}
