@@ -5,8 +5,9 @@
 
 Both sides have the same weights, problems, reward, samples per step and schedule of learning rates, two cores, and the
 learning rate that suits each best (`RATE`): `--grid` runs each over `RATES`. TRL is synchronous: it generates all
-samples of a step at once, then trains on them, each with two threads and the micro-batch that is fastest there. asyncrl
-runs configs/quickstart.yaml, one thread per pool, with ``key.path=value`` on top.
+samples of a step at once, then trains on them, each with two threads and the micro-batch that is fastest there, and
+with huge pages, which asyncrl's actors have by default. asyncrl runs configs/quickstart.yaml, one thread per pool, with
+``key.path=value`` on top.
 
 Weights are evaluated after the run, for both by the same code, see `benchmarks.learning_curve`. TRL's clock stops while
 it writes them, asyncrl's does not. Time is that of training, without start-up. ``time_to_accuracy_ratio``,
@@ -67,7 +68,13 @@ def run_trl(seed: int, rate: float, out: Path) -> Curve:
         "threads": 2,
     }
     command = [str(TRL_PYTHON), "-m", "benchmarks.vs_trl.trl_run", json.dumps(options), str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(out / "data")}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "2",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # as asyncrl's actors have
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(out / "data"),
+    }
     with (out / "log").open("w") as log:
         status = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
     if status:
