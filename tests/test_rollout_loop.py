@@ -217,6 +217,7 @@ async def test_places_are_given_back_once_and_not_taken_after_the_end():
     places.ended(1)
     places.generates(1, True)  # a call that the loop left running
     places.close()
+    places.close()
     assert (limiter.samples, await limiter.room(4)) == (0, 1)
 
 

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+import platform
 import secrets
 import shutil
 import signal
@@ -23,6 +24,7 @@ import grpc
 import psutil
 import pytest
 import torch
+from packaging.version import Version
 
 from asyncrl.config.load import load_config
 from asyncrl.models.checkpoint import read_tensors
@@ -34,7 +36,12 @@ from tests.support.tiny import authorized, overrides
 
 ROOT = Path(__file__).parent.parent
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-HUGE_PAGES = _THP.exists() and "[never]" not in _THP.read_text()  # the kernel gives them to who asks
+#: the kernel gives huge pages on request, and the C library has the option that requests them
+HUGE_PAGES = (
+    _THP.exists()
+    and "[never]" not in _THP.read_text()
+    and Version(platform.libc_ver(version="0")[1]) >= Version("2.35")
+)
 
 
 class Run:
