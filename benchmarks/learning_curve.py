@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ STEPS, EVERY = 40, 4  # steps that count, and how many lie between evaluations
 CONFIG = ROOT / "configs/quickstart.yaml"
 CHECKPOINT, DATA = ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic"
 _SAMPLES = 2  # answers to each held-out problem
+_PROCESSES = 2  # that evaluate at a time
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,26 @@ def evaluate(folders: Mapping[int, Path], out: Path) -> dict[int, float]:
     """Share of held-out problems with a correct answer, sampled at temperature 1, with the weights of the Hugging Face
     folders, by step, and with those before the first."""
     folders = {0: CHECKPOINT, **folders}
+    shares = [dict(itertools.islice(folders.items(), first, None, _PROCESSES)) for first in range(_PROCESSES)]
+    with ThreadPoolExecutor(_PROCESSES) as pool:
+        found = pool.map(_evaluated, shares, (out / f"answers-{share}" for share in range(_PROCESSES)))
+        accuracy = {step: value for share in found for step, value in share.items()}
+    return {step: accuracy[step] for step in folders}
+
+
+def _evaluated(folders: Mapping[int, Path], out: Path) -> dict[int, float]:
     command = [sys.executable, "-m", "asyncrl.cli.main", "eval", *map(str, folders.values())]
     options = [
         f"data.validation_files=[{DATA / 'heldout.jsonl'}]",
         f"validation.samples={_SAMPLES}",
-        "rollout.engine.threads=2",
+        "rollout.engine.threads=1",
         "rollout.engine.slots=64",
     ]
-    command += ["--config", str(CONFIG), "--out", str(out / "answers"), *options]
+    command += ["--config", str(CONFIG), "--out", str(out), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"the evaluation exited {done.returncode}\n{done.stderr[-2000:]}")
-    figures = json.loads((out / "answers/figures.json").read_text())  # in the order of the folders
+    figures = json.loads((out / "figures.json").read_text())  # in the order of the folders
     return {step: of[f"mean@{_SAMPLES}"] for step, of in zip(folders, figures.values(), strict=True)}
 
 

@@ -113,8 +113,8 @@ def main() -> None:
     ensure_inputs(CHECKPOINT, DATA)
     print(f"threshold seed    age {HEAD}")
     runs: Runs = {seed: {} for seed in args.seeds}
-    for seed in args.seeds:
-        for threshold in args.thresholds:
+    for turn, seed in enumerate(args.seeds):
+        for threshold in args.thresholds[:: -1 if turn % 2 else 1]:  # a machine that slows down favours neither end
             options = [f"async_training.staleness_threshold={threshold}", *args.overrides]
             with tempfile.TemporaryDirectory(prefix="asyncrl-staleness-") as folder:
                 curve = run_asyncrl(seed, Path(folder), options)

@@ -27,6 +27,8 @@ from asyncrl.config.schema import Config
 from asyncrl.config.secrets import escaped, misplaced_secrets, secrets_stay_names
 from asyncrl.config.section import OptionProblems
 
+CONFIG_FILE = "config.yaml"  # of a run, in its folder
+
 Tree = Mapping[str, Any]
 
 

@@ -8,11 +8,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.load import ConfigError, load_config
+from asyncrl.config.load import CONFIG_FILE, ConfigError, load_config
 from asyncrl.config.schema import CheckpointConfig, MegatronConfig
 from asyncrl.models.config import CheckpointError
 from asyncrl.run.environments import interpreter
-from asyncrl.run.run_folder import CONFIG
 from asyncrl.trainer.checkpoints import CheckpointStore
 
 HF = "hf"  # of a checkpoint's folder
@@ -34,14 +33,14 @@ def find(path: Path) -> list[Evaluated]:
     """All checkpoints of a run's folder, oldest first; one checkpoint of a run; or a Hugging Face folder. Files are not
     verified; `verify` does that. Raises ConfigError for anything else."""
     path = path.resolve()
-    if os.path.isfile(path / CONFIG):
+    if os.path.isfile(path / CONFIG_FILE):
         if not (found := _store(path / "checkpoints").all()):
             raise ConfigError([f"{path}: the run has no checkpoints yet"])
         return [_of_run(path, checkpoint.path) for checkpoint in found]
     if os.path.isfile(path / "metadata.json"):
         run = path.parent.parent
-        if not os.path.isfile(run / CONFIG):
-            raise ConfigError([f"{path}: a checkpoint outside of its run's folder, {run} has no {CONFIG}"])
+        if not os.path.isfile(run / CONFIG_FILE):
+            raise ConfigError([f"{path}: a checkpoint outside of its run's folder, {run} has no {CONFIG_FILE}"])
         return [_of_run(run, path)]
     if os.path.isfile(path / "config.json"):
         return [Evaluated(path.name, path)]
@@ -69,7 +68,7 @@ def export(model: Evaluated, folder: Path) -> None:
     trainer's interpreter. Raises CheckpointError with the process's last line."""
     assert model.run is not None
     assert model.checkpoint is not None
-    config, checkpoint = load_config(model.run / CONFIG), model.checkpoint
+    config, checkpoint = load_config(model.run / CONFIG_FILE), model.checkpoint
     python = interpreter(config.trainer.python) or os.environ.get(DRIVER) or sys.executable
     command = [python, "-m", __name__, str(checkpoint), str(folder)]
     environment, limit_s = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, config.checkpoint.timeout_s
@@ -91,7 +90,7 @@ def _export(checkpoint: Path, folder: Path) -> None:
     from asyncrl.trainer.rank import TrainerRank
 
     run = checkpoint.resolve().parent.parent
-    config = load_config(run / CONFIG)
+    config = load_config(run / CONFIG_FILE)
     if config.model.overrides:
         config.model.path = str(run / FOLDER)
     # nothing is trained: neither parallelism nor a reference, nor memory for checkpoints

@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.load import ConfigError, load_config
+from asyncrl.config.load import CONFIG_FILE, ConfigError, load_config
 from asyncrl.config.schema import Config
 from asyncrl.evaluation.answers import Answers, EvaluationFailed, answer, evaluation_config
-from asyncrl.evaluation.checkpoints import CONFIG, DRIVER, Evaluated, export, find, verify
+from asyncrl.evaluation.checkpoints import DRIVER, Evaluated, export, find, verify
 from asyncrl.evaluation.estimates import Estimate, pass_at_k
 from asyncrl.models.overridden import overridden
 from asyncrl.observability.telemetry.recorder import Recorder
@@ -39,7 +39,7 @@ def plan(
     run = models[0].run if len({model.run for model in models}) == 1 else None
     if config_file is None and run is None:
         raise ConfigError(["--config: expected a file of options, as the paths are not all of one run"])
-    config = load_config(config_file or run / CONFIG, overrides)  # type: ignore[operator]
+    config = load_config(config_file or run / CONFIG_FILE, overrides)  # type: ignore[operator]
     if not config.data.validates:
         raise ConfigError(["data.validation_files: expected the prompt files to evaluate on, found none"])
     return config, _named_apart(models), out or (Path("eval") if run is None else run / "eval")

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from asyncrl.config.load import ConfigError, load_config, to_yaml
+from asyncrl.config.load import CONFIG_FILE, ConfigError, load_config, to_yaml
 from asyncrl.config.resume import refused_changes
 from asyncrl.config.schema import Config
 from asyncrl.disk.files import make_folder, rename, sync_tree, write_whole
@@ -39,7 +39,6 @@ from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-CONFIG = "config.yaml"
 LOCK_PATIENCE_S = 30.0  # for the processes of a killed run to end
 
 
@@ -80,9 +79,9 @@ class RunFolder:
         path = Path(config.run_dir) if resume == AUTO else Path(resume).resolve().parent.parent
         if not _holds_run(path):
             if resume != AUTO:
-                raise ConfigError([f"--resume: {resume} is not in the folder of a run: {path} has no {CONFIG}"])
+                raise ConfigError([f"--resume: {resume} is not in the folder of a run: {path} has no {CONFIG_FILE}"])
             return cls.create(config)
-        if problems := refused_changes(load_config(path / CONFIG), config):
+        if problems := refused_changes(load_config(path / CONFIG_FILE), config):
             raise ConfigError(problems)
         wanted = None if resume == AUTO else Path(resume).resolve()
         folder = cls(path.resolve(), config, LOCK_PATIENCE_S)
@@ -282,7 +281,7 @@ class RunFolder:
 
     def _write_config(self) -> None:
         """Write the current config; keep the previous one under another name."""
-        text, path = to_yaml(self._config), self.path / CONFIG
+        text, path = to_yaml(self._config), self.path / CONFIG_FILE
         if path.exists():
             if path.read_text() == text:
                 return
@@ -301,7 +300,7 @@ def journal_folder(run: Path, journal_dir: str) -> Path:
 def _holds_run(path: Path) -> bool:
     """Raises ConfigError if the disk does not say: without an answer another run would begin."""
     try:
-        os.stat(path / CONFIG)
+        os.stat(path / CONFIG_FILE)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as e:

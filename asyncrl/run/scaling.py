@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from asyncrl.config.load import CONFIG_FILE
 from asyncrl.config.schema import Config, RolloutConfig
 from asyncrl.disk.files import make_folder, write_whole
 from asyncrl.observability.efficiency import EfficiencyTracker
@@ -170,8 +171,8 @@ class Scaling:
 
 def ask(run: Path, replicas: int) -> Iterator[str]:
     """Ask the driver of the run for this number of replicas; yields what it does. Raises NotScaled."""
-    if not os.path.isfile(run / "config.yaml"):
-        raise NotScaled(f"{run}: expected the folder of a run, found no config.yaml in it")
+    if not os.path.isfile(run / CONFIG_FILE):
+        raise NotScaled(f"{run}: expected the folder of a run, found no {CONFIG_FILE} in it")
     driver = DriverWatch(run)
     if not driver.lives():
         raise NotScaled(f"{run}: no driver runs it now; start or resume the run with rollout.replicas={replicas}")

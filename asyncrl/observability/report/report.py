@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
+from asyncrl.config.load import CONFIG_FILE
 from asyncrl.observability import charts, trajectory_files
 from asyncrl.observability.number_format import short_number, short_seconds
 from asyncrl.observability.report import group_timeline, page, swimlanes
@@ -53,7 +54,7 @@ def write_report(run_dir: Path | str) -> Path:
 def _render(run_dir: Path) -> str:
     series, times = read_series(run_dir)
     summary = _read_json(run_dir / SUMMARY_FILE)
-    config_path = run_dir / "config.yaml"
+    config_path = run_dir / CONFIG_FILE
     config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
     config = OmegaConf.create(config_text or "{}")
     failed, steps = trajectory_files.failed_files(run_dir), trajectory_files.step_files(run_dir)
