@@ -70,8 +70,7 @@ def evaluate(folders: Mapping[int, Path], out: Path) -> dict[int, float]:
     shares = [dict(itertools.islice(folders.items(), first, None, _PROCESSES)) for first in range(_PROCESSES)]
     with ThreadPoolExecutor(_PROCESSES) as pool:
         found = pool.map(_evaluated, shares, (out / f"answers-{share}" for share in range(_PROCESSES)))
-        accuracy = {step: value for share in found for step, value in share.items()}
-    return {step: accuracy[step] for step in folders}
+        return {step: accuracy for share in found for step, accuracy in share.items()}
 
 
 def _evaluated(folders: Mapping[int, Path], out: Path) -> dict[int, float]:
