@@ -193,7 +193,8 @@ async def test_ranks_that_die_again_and_again_in_one_step_end_the_run_with_its_g
     validation = ValidationSchedule(config, run, store, Recorder("driver"), lambda *result: None)
     loop = TrainLoop(config, derive(config), run, run, run, run, validation, run, Recorder("driver"), store)
     await loop.begin(None)
-    with pytest.raises(NoNewStep, match=r"death 3 without a new step, in step 6; .* groups g: .*--skip UID"):
+    count = r"death 3 without a new step, in step 6 \(supervision\.max_restarts is 2\)"
+    with pytest.raises(NoNewStep, match=rf"{count}; .* groups g: .*--skip UID"):
         await asyncio.wait_for(loop.run(), 60)
 
 

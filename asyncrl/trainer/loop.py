@@ -38,9 +38,10 @@ log = logging.getLogger(__name__)
 class NoNewStep(RuntimeError):
     """Ranks die again and again before they have trained a step: its groups may be the cause."""
 
-    def __init__(self, why: str, deaths: int, step: int, uids: Sequence[str]) -> None:
+    def __init__(self, why: str, max_restarts: int, step: int, uids: Sequence[str]) -> None:
         advice = f"; it trained on groups {', '.join(uids)}: if one is the cause, add --skip UID" if uids else ""
-        super().__init__(f"{why}; that was death {deaths} without a new step, in step {step}{advice}")
+        count = f"death {max_restarts + 1} without a new step, in step {step}"
+        super().__init__(f"{why}; that was {count} (supervision.max_restarts is {max_restarts}){advice}")
 
 
 class TrainLoop:
@@ -208,7 +209,7 @@ class TrainLoop:
     async def _with_ranks(self, work: Callable[[], Awaitable[T]], again: Callable[[], Awaitable[T]]) -> T:
         """Result of ``work``; whenever a rank dies, of ``again`` with new ranks. Raises after too many restarts, and
         NoNewStep after as many without a new step, however far apart."""
-        furthest, restarts = self._state.progress.step, 0
+        furthest, restarts, most = self._state.progress.step, 0, self._config.supervision.max_restarts
         while True:
             try:
                 return await work()
@@ -219,8 +220,8 @@ class TrainLoop:
                 await self._publisher.cancel()
             step = self._state.progress.step
             furthest, restarts = (step, 1) if step > furthest else (furthest, restarts + 1)
-            if restarts > self._config.supervision.max_restarts:
-                raise NoNewStep(why, restarts, step + 1, self._training)
+            if restarts > most:
+                raise NoNewStep(why, most, step + 1, self._training)
             await self._settle()
             await self._ranks.restart(why)
             work = again
