@@ -1,7 +1,7 @@
 # Newcomers need `make quickstart` and `make test`; both create the environment first.
 PYTHON ?= python3
 VENV ?= .venv
-# worker processes of `make test`
+# worker processes of `make test` and `make test-faults`
 TEST_WORKERS ?= 2
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS = 1
@@ -71,7 +71,7 @@ test-install-short: venv
 	$(BIN)/python -m pytest -q -m "install and not slow"
 
 test-faults: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
-	$(BIN)/python -m pytest -q -m "faults and not slow" -o timeout=900
+	$(BIN)/python -m pytest -q -m "faults and not slow" -o timeout=900 --numprocesses $(TEST_WORKERS) --dist worksteal
 
 # storms of faults, without Ray and over whole runs, and of options; everything is drawn from SEED
 SEED ?= 1
