@@ -1,7 +1,7 @@
 """Any process of a run may die or hang at any time: the run recovers, or is resumed, and loses nothing.
 
 Whole runs on real Ray, whose processes are killed (SIGKILL) or stopped (SIGSTOP); an audit of the ledger follows. The
-long form, ``make test-faults``, sweeps the points between transitions; ``make torture`` kills more often.
+long form, ``make test-faults``, kills more often and sweeps the points between transitions.
 """
 
 import contextlib
@@ -180,7 +180,7 @@ def test_the_death_of_ray_s_node_ends_the_run_resumable(start, tmp_path):
     raylet.kill()
     assert run.wait(120) == 1, run.text
     assert "the raylet of the driver's machine died" in run.text
-    assert not psutil.wait_procs(actors, timeout=30)[1]
+    assert not any(actor.is_running() for actor in actors)
     trained = trained_steps(tmp_path / "run")
     again = start(f"trainer.total_steps={trained + 3}")
     assert again.wait() == 0, again.text
@@ -371,6 +371,35 @@ def test_a_run_is_resumed_with_another_number_of_shards(start, tmp_path):
 
 
 # -- the long form -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", list(ACTORS))
+def test_five_deaths_of_one_kind(start, tmp_path, kind):
+    run = start("trainer.total_steps=60")
+    moment = random.Random(kind)
+    for step in range(4, 29, 5):
+        run.until_trained(step)
+        time.sleep(moment.uniform(0, 0.8))
+        run.kill(kind)
+    assert run.wait() == 0, run.text
+    assert f"supervision: {NAMES[kind]} died" in run.text
+    audit(tmp_path / "run", [BATCH] * 60)
+
+
+@pytest.mark.faults
+def test_five_deaths_of_the_driver(start, tmp_path):
+    moment = random.Random(5)
+    for _ in range(5):
+        run = start("trainer.total_steps=60")
+        run.until_printed("checkpoint of step")  # further than the previous run
+        time.sleep(moment.uniform(0, 0.8))
+        run.process.kill()
+        run.process.wait()
+    run = start("trainer.total_steps=60")
+    assert run.wait() == 0, run.text
+    audit(tmp_path / "run", [BATCH] * 60)
+    assert restores(tmp_path / "run") >= 5
 
 
 @pytest.mark.faults
