@@ -24,6 +24,7 @@ from asyncrl.rollouter.sources import MAX_SOURCES, SourceCounts, several_sources
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
 from tests.support.rollout import System, broken, fine
+from tests.support.scripted import ScriptedReplica, until
 from tests.support.tiny import MAX_RESPONSE, overrides
 
 
@@ -727,14 +728,25 @@ class CountedCalls:
         return getattr(self.queue, name)
 
 
-async def test_while_all_slots_are_busy_groups_end_and_start_in_one_call(inputs):
-    options = ("trainer.mini_batch_groups=40", "rollout.engine.slots=4")
-    async with System(inputs, lambda prompt, i: fine(float(i)), *options) as system:
+async def test_while_all_slots_are_busy_groups_end_and_start_in_one_call(inputs, monkeypatch):
+    """A group waits for a slot, so that none is idle when another ends."""
+    monkeypatch.setattr("asyncrl.rollouter.loop._SCORING_S", 60.0)  # slow machines score, too, in that time
+    replica = ScriptedReplica()
+
+    async def requests(count: int) -> list[str]:
+        await until(lambda: len(replica.requests) == count)
+        return list(replica.requests)
+
+    replicas, options = {"r": replica}, ("rollout.engine.slots=4", "async_training.staleness_threshold=50")
+    async with System(inputs, lambda prompt, i: fine(float(i)), *options, replicas=replicas) as system:
         system.loop._queue = counted = CountedCalls(system.queue)
-        await system.groups(40)
-        calls = counted.calls
-    assert calls["put_and_issue"] > calls["issue"]
-    assert calls["put_and_issue"] + calls["issue"] < 60  # eighty and more, each on its own
+        ids = await requests(8)
+        at_first = counted.calls["issue"]
+        for ended in range(0, 24, 4):
+            for id in ids[ended : ended + 4]:
+                replica.emit(id, [5], FinishReason.STOP)
+            ids = await requests(ended + 12)
+        assert (counted.calls["put_and_issue"], counted.calls["issue"]) == (6, at_first)
 
 
 async def test_groups_start_as_samples_end_and_a_straggler_occupies_one_slot_only():
