@@ -58,8 +58,7 @@ from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.coordinator import ParameterSyncCoordinator
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.sender import SendPlan, SendReport
-from asyncrl.param_sync.session_protocol import Offer, answer, remote_session
+from asyncrl.param_sync.session_protocol import Offer, SendPlan, SendReport, answer, remote_session
 from asyncrl.processes.tasks import end_of_first, within
 from asyncrl.rollouter.answering import Answering
 from asyncrl.rollouter.engine_lease import LeasedEngine

@@ -28,9 +28,9 @@ from asyncrl.models.decoder import Decoder
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.replica_session import EngineSession
-from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
+from asyncrl.param_sync.sender import Sender
 from asyncrl.param_sync.session import SyncReport, SyncSession
-from asyncrl.param_sync.session_protocol import Offer
+from asyncrl.param_sync.session_protocol import Offer, SendPlan, SendReport
 from asyncrl.param_sync.transports.choose import make_writer
 from asyncrl.rollouter.engines.native.engine import NativeEngine
 from asyncrl.trainer.rank import TrainerRank

@@ -46,9 +46,9 @@ from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
 from asyncrl.param_sync.replica_session import EngineSession
-from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
+from asyncrl.param_sync.sender import Sender
 from asyncrl.param_sync.session import SyncReport, SyncSession
-from asyncrl.param_sync.session_protocol import Offer
+from asyncrl.param_sync.session_protocol import Offer, SendPlan, SendReport
 from asyncrl.param_sync.transports.choose import make_reader, make_writer
 from asyncrl.param_sync.transports.shared_memory import SharedMemoryWriter
 from asyncrl.param_sync.weight_receiver import LocalReceiver

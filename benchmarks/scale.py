@@ -46,9 +46,8 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config, ParamSyncConfig
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.manifest import Manifest
-from asyncrl.param_sync.sender import SendPlan, SendReport
 from asyncrl.param_sync.session import SyncSession
-from asyncrl.param_sync.session_protocol import Offer, remote_session
+from asyncrl.param_sync.session_protocol import Offer, SendPlan, SendReport, remote_session
 from asyncrl.processes.actor_client import ActorClient, start_ray
 from asyncrl.processes.garbage import collect_rarely
 from asyncrl.processes.relay import SILENT_S, Answer, Call, RelayCalls, Relayed

@@ -26,7 +26,8 @@ from asyncrl.param_sync.digest import combine_hashes, digest_tensors
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
-from asyncrl.param_sync.sender import Sender, SendPlan
+from asyncrl.param_sync.sender import Sender
+from asyncrl.param_sync.session_protocol import SendPlan
 from asyncrl.param_sync.transports import gloo, nccl, process_group
 from asyncrl.param_sync.transports.base import NoReaders
 from asyncrl.param_sync.transports.broadcast import GroupRendezvous

@@ -19,7 +19,8 @@ from asyncrl.config.schema import Config
 from asyncrl.param_sync.buckets import check_checksum, host_bytes, pack
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
-from asyncrl.param_sync.sender import Sender, SendPlan
+from asyncrl.param_sync.sender import Sender
+from asyncrl.param_sync.session_protocol import SendPlan
 from asyncrl.param_sync.transports.base import TRANSPORTS, NoReaders
 from asyncrl.param_sync.transports.choose import bucket_sizes, choose, make_reader, make_writer, problems
 from asyncrl.param_sync.transports.placement import DevicePlacement

@@ -22,7 +22,8 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.buckets import pack
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
-from asyncrl.param_sync.sender import Sender, SendPlan
+from asyncrl.param_sync.sender import Sender
+from asyncrl.param_sync.session_protocol import SendPlan
 from asyncrl.param_sync.transports import gloo
 from asyncrl.param_sync.transports.base import BucketReader, BucketWriter, NoReaders
 from asyncrl.param_sync.transports.collective import CollectiveWriter

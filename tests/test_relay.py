@@ -8,9 +8,8 @@ from asyncrl.config.schema import ParamSyncConfig
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.manifest import Manifest
-from asyncrl.param_sync.sender import SendReport
 from asyncrl.param_sync.session import SyncSession
-from asyncrl.param_sync.session_protocol import Offer, ReceivePlan, repeatable
+from asyncrl.param_sync.session_protocol import Offer, ReceivePlan, SendReport, repeatable
 from asyncrl.processes.actor_client import ActorDied
 from asyncrl.processes.relay import Answer, Call, Relay, Relayed
 from asyncrl.types.versions import PolicyVersion

@@ -18,9 +18,8 @@ import xxhash
 
 from asyncrl.param_sync import device_ranges
 from asyncrl.param_sync.content_hash import content_hash
-from asyncrl.param_sync.manifest import Manifest, Role, TensorSpec
+from asyncrl.param_sync.manifest import ROLES, Manifest, Role, TensorSpec
 
-ROLES: tuple[Role, ...] = ("target", "draft")
 _BATCH_BYTES = 64 << 20  # of tensors that are kept until they are hashed together
 
 

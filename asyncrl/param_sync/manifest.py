@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 Role = Literal["target", "draft"]
+ROLES: tuple[Role, ...] = ("target", "draft")
 
 #: bytes per element; these names cross processes and environments instead of library dtypes
 DTYPE_BYTES = {

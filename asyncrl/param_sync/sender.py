@@ -11,45 +11,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from asyncrl.param_sync.buckets import pack
-from asyncrl.param_sync.digest import ROLES, dtype_name, hashes_by_role
+from asyncrl.param_sync.digest import dtype_name, hashes_by_role
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.manifest import Manifest, Role
-from asyncrl.param_sync.transports.base import Address, BucketWriter, NoReaders
-from asyncrl.types.versions import PolicyVersion
-
-
-@dataclass(frozen=True)
-class SendPlan:
-    """Description of a session for a sender. ``readers``: names of the connected readers; one that is silent for
-    ``stall_s`` is dropped, so that the others still meet the ``deadline_s`` of the whole transfer. ``keep``: readers
-    need the buckets again later (staging ``full``)."""
-
-    session: str
-    version: PolicyVersion
-    manifest: Manifest
-    readers: tuple[str, ...]
-    deadline_s: float
-    stall_s: float
-    checksum: bool
-    keep: bool = False
-
-
-@dataclass(frozen=True)
-class SendReport:
-    """Result of one sender. ``hashes``: of its tensors by role and name; the hashes of all senders combine to the
-    digests. ``dropped``: lost readers and the reasons. Once no reader is left, nothing is hashed. ``ceiling``: speed of
-    the bare link in bytes per second, if its transport measured it."""
-
-    nbytes: int = 0
-    hashes: dict[Role, dict[str, bytes]] = field(default_factory=lambda: {role: {} for role in ROLES})
-    dropped: dict[str, str] = field(default_factory=dict)
-    ceiling: float | None = None
+from asyncrl.param_sync.session_protocol import Address, SendPlan, SendReport
+from asyncrl.param_sync.transports.base import BucketWriter, NoReaders
 
 
 class Sender:

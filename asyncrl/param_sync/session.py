@@ -24,17 +24,17 @@ from typing import Any, TypeVar, cast
 from asyncrl.config.schema import ParamSyncConfig
 from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Recorder
-from asyncrl.param_sync.digest import ROLES, combine_hashes
+from asyncrl.param_sync.digest import combine_hashes
 from asyncrl.param_sync.errors import ALL_REPLICAS, SyncError
 from asyncrl.param_sync.fleet import Fleet
-from asyncrl.param_sync.manifest import Manifest, ManifestError, Role
-from asyncrl.param_sync.sender import SendPlan
+from asyncrl.param_sync.manifest import ROLES, Manifest, ManifestError, Role
 from asyncrl.param_sync.session_protocol import (
     KVMode,
     PauseMode,
     ReceivePlan,
     ReplicaSession,
     SenderSession,
+    SendPlan,
     Staging,
 )
 from asyncrl.processes.tasks import cancelled

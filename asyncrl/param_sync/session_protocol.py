@@ -14,14 +14,42 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from asyncrl.param_sync.errors import SyncError
-from asyncrl.param_sync.manifest import Manifest, Role
-from asyncrl.param_sync.sender import SendPlan, SendReport
-from asyncrl.param_sync.transports.base import Address
+from asyncrl.param_sync.manifest import ROLES, Manifest, Role
 from asyncrl.types.versions import PolicyVersion
 
+#: address of a transport's writer: a small picklable value that only its own transport reads
+Address = Any
 PauseMode = Literal["abort", "keep", "wait"]
 KVMode = Literal["keep", "recompute", "unload"]
 Staging = Literal["bucket", "full"]
+
+
+@dataclass(frozen=True)
+class SendPlan:
+    """Description of a session for a sender. ``readers``: names of the connected readers; one that is silent for
+    ``stall_s`` is dropped, so that the others still meet the ``deadline_s`` of the whole transfer. ``keep``: readers
+    need the buckets again later (staging ``full``)."""
+
+    session: str
+    version: PolicyVersion
+    manifest: Manifest
+    readers: tuple[str, ...]
+    deadline_s: float
+    stall_s: float
+    checksum: bool
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class SendReport:
+    """Result of one sender. ``hashes``: of its tensors by role and name; the hashes of all senders combine to the
+    digests. ``dropped``: lost readers and the reasons. Once no reader is left, nothing is hashed. ``ceiling``: speed of
+    the bare link in bytes per second, if its transport measured it."""
+
+    nbytes: int = 0
+    hashes: dict[Role, dict[str, bytes]] = field(default_factory=lambda: {role: {} for role in ROLES})
+    dropped: dict[str, str] = field(default_factory=dict)
+    ceiling: float | None = None
 
 
 @dataclass(frozen=True)

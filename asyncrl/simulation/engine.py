@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncrl.observability.telemetry.clock import now_s
-from asyncrl.param_sync.digest import ROLES, combine_hashes
-from asyncrl.param_sync.manifest import Role
+from asyncrl.param_sync.digest import combine_hashes
+from asyncrl.param_sync.manifest import ROLES, Role
 from asyncrl.param_sync.session_protocol import PauseMode, ReceivePlan
 from asyncrl.rollouter.engines.base import ALIVE_EVERY_S, EventBatch, Request, Scheduling
 from asyncrl.simulation.profile import Profile, SyncFigures

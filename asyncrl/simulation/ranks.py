@@ -10,8 +10,7 @@ from pathlib import Path
 from asyncrl.observability.telemetry.measured import TRAINER
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
-from asyncrl.param_sync.sender import SendPlan, SendReport
-from asyncrl.param_sync.session_protocol import Offer
+from asyncrl.param_sync.session_protocol import Offer, SendPlan, SendReport
 from asyncrl.simulation.profile import Profile
 from asyncrl.trainer.mismatch import SamplerKL
 from asyncrl.types.groups import Group, computed_tokens

@@ -14,8 +14,7 @@ import ray
 from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.log import LogConfig
 from asyncrl.observability.telemetry.recorder import Batch, Recorder
-from asyncrl.param_sync.sender import SendPlan, SendReport
-from asyncrl.param_sync.session_protocol import Offer
+from asyncrl.param_sync.session_protocol import Offer, SendPlan, SendReport
 from asyncrl.param_sync.transports.listener import count_refusals
 from asyncrl.processes.actor_client import ActorBroken, ActorClient, SupervisedActor
 from asyncrl.processes.device_errors import is_device_error

@@ -19,9 +19,9 @@ from asyncrl.param_sync.digest import dtype_name
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.manifest import Manifest, TensorSpec
 from asyncrl.param_sync.replica_session import EngineSession
-from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
+from asyncrl.param_sync.sender import Sender
 from asyncrl.param_sync.session import SyncReport, SyncSession
-from asyncrl.param_sync.session_protocol import Offer
+from asyncrl.param_sync.session_protocol import Offer, SendPlan, SendReport
 from asyncrl.param_sync.transports.choose import make_writer
 from asyncrl.rollouter.engines.base import ENGINES, EventBatch, Request, SamplingParams
 from asyncrl.types.samples import FinishReason

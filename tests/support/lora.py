@@ -12,9 +12,9 @@ import numpy as np
 from asyncrl.config.schema import Config, LoraConfig
 from asyncrl.param_sync.fleet import Fleet
 from asyncrl.param_sync.replica_session import EngineSession
-from asyncrl.param_sync.sender import Sender, SendPlan, SendReport
+from asyncrl.param_sync.sender import Sender
 from asyncrl.param_sync.session import SyncReport, SyncSession
-from asyncrl.param_sync.session_protocol import Offer
+from asyncrl.param_sync.session_protocol import Offer, SendPlan, SendReport
 from asyncrl.param_sync.transports.choose import make_writer
 from asyncrl.rollouter.engines.base import Engine, Request, SamplingParams
 from asyncrl.trainer.batches import build_batch

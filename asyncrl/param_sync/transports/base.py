@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.param_sync.buckets import Bucket, DestinationOf, Filled
+from asyncrl.param_sync.session_protocol import Address
 from asyncrl.param_sync.transports.placement import Placements
 from asyncrl.plugins.registry import Registry
 
 MIB = 1024 * 1024
-
-#: address of a writer: a small picklable value that only its own transport reads
-Address = Any
 
 
 class NoReaders(Exception):

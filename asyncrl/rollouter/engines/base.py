@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,10 +18,12 @@ from asyncrl.config.schema import Config
 from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.param_sync.manifest import Role
 from asyncrl.param_sync.session_protocol import KVMode, PauseMode
-from asyncrl.param_sync.weight_receiver import WeightReceiver
 from asyncrl.plugins.registry import Registry
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
+
+if TYPE_CHECKING:
+    from asyncrl.param_sync.weight_receiver import WeightReceiver  # and torch, which rollouters do without
 
 
 class EngineError(RuntimeError):

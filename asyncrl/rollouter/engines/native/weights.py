@@ -10,12 +10,11 @@ from torch import Tensor
 from asyncrl.config.schema import LoraConfig
 from asyncrl.models.checkpoint import is_draft
 from asyncrl.models.lora import linear_shapes
-from asyncrl.param_sync.digest import ROLES
 from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.param_sync.lora.adapted_weights import AdaptedWeights, AdapterState
 from asyncrl.param_sync.lora.adapters import adapter_shapes, adapter_spec
 from asyncrl.param_sync.lora.merge import merge
-from asyncrl.param_sync.manifest import Role
+from asyncrl.param_sync.manifest import ROLES, Role
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.types.versions import PolicyVersion
 

@@ -9,11 +9,10 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from asyncrl.param_sync.digest import ROLES
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.lora.adapters import ModuleShapes
 from asyncrl.param_sync.lora.slots import AdapterSlots
-from asyncrl.param_sync.manifest import AdapterSpec, ManifestError, Role
+from asyncrl.param_sync.manifest import ROLES, AdapterSpec, ManifestError, Role
 from asyncrl.param_sync.session_protocol import ReceivePlan
 from asyncrl.rollouter.engines.remote_receiver import RemoteReceiver
 from asyncrl.types.versions import PolicyVersion

@@ -25,10 +25,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from asyncrl.cpu.vllm import correct_cpu_build
-from asyncrl.param_sync.digest import ROLES
 from asyncrl.param_sync.errors import SyncError
 from asyncrl.param_sync.fingerprints import fingerprint
-from asyncrl.param_sync.manifest import AdapterSpec, Role, is_adapter
+from asyncrl.param_sync.manifest import ROLES, AdapterSpec, Role, is_adapter
 from asyncrl.param_sync.session_protocol import ReceivePlan
 from asyncrl.param_sync.tensor_assembler import TensorAssembler
 from asyncrl.param_sync.transports.base import BucketReader
