@@ -127,7 +127,9 @@ async def _endpoint_cpu_ms(inputs: Path, folder: Path) -> float:
     tokenizer = PromptTokenizer(config.model.path)
     rng = np.random.default_rng(0)
     start_ray(num_cpus=2, logging_level="ERROR", _temp_dir=None)
-    actor = ActorClient(EndpointActor.options(num_cpus=0).remote(config, "endpoint"), "endpoint")
+    actor = ActorClient(
+        EndpointActor.options(num_cpus=0).remote(config, "endpoint", PromptTokenizer.of(config)), "endpoint"
+    )
     await actor.start()
     _, process = await actor.where()
     endpoint = psutil.Process(process.pid)

@@ -65,6 +65,7 @@ from asyncrl.rollouter.engine_lease import LeasedEngine
 from asyncrl.rollouter.held_queue import HeldQueue
 from asyncrl.rollouter.loop import RolloutLoop
 from asyncrl.rollouter.pacing import GenerationPacer
+from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.rollouter.validation import Validation
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
@@ -293,7 +294,9 @@ class RolloutPool:
         self._held_out = held_out[: config.validation.max_prompts or None]
         is_death = lambda error: isinstance(error, ProcessDied)
         max_prompt_tokens = config.rollout.engine.max_context_tokens - config.rollout.max_response_tokens
-        self._answering = Answering(config, max_prompt_tokens, {}, is_death, None, self._recorder)
+        self._answering = Answering(
+            config, PromptTokenizer.of(config), max_prompt_tokens, {}, is_death, None, self._recorder
+        )
         self.router = self._answering.router
         self._validation = Validation(config, derived.slots, self._answering.maker, self._recorder)
         self._loop: RolloutLoop | None = None

@@ -12,6 +12,7 @@ from asyncrl.models.config import ModelConfig
 from asyncrl.rollouter.actors import RollouterActor
 from asyncrl.rollouter.engine_lease import EngineLease, LeasedEngine
 from asyncrl.rollouter.engines.native.engine import NativeEngine
+from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.sample_queue.admission import Admission
 from asyncrl.sample_queue.core import SampleQueue
 from asyncrl.sample_queue.group_state import QueueError
@@ -40,7 +41,9 @@ async def rollouter(inputs, monkeypatch, replica=None):
         InMemoryRecords(),
         vocab_size=ModelConfig.load(config.model.path).vocab_size,
     )
-    actor = RollouterActor.__ray_metadata__.modified_class(config, "rollouter", 40, None, {}, Holder(token=1))
+    actor = RollouterActor.__ray_metadata__.modified_class(
+        config, "rollouter", PromptTokenizer.of(config), 40, None, {}, Holder(token=1)
+    )
     actor._queue, actor._replicas = queue, {"replica": replica}
     await actor.start()
     try:

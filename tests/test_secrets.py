@@ -12,6 +12,7 @@ from asyncrl.fully_async_main import main
 from asyncrl.rollouter.actors import RollouterActor
 from asyncrl.rollouter.rewards.base import Answer
 from asyncrl.rollouter.rewards.pool import RewardPool
+from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.run.preflight import preflight
 from asyncrl.sample_queue.messages import Holder
 from asyncrl.types.prompts import Prompt
@@ -156,7 +157,9 @@ async def test_on_a_cluster_only_the_machines_that_use_a_secret_need_it(inputs, 
     monkeypatch.setattr("asyncrl.rollouter.actors.never_interrupt", lambda: None)
     config = load_config(None, [*overrides(inputs, tmp_path / "run"), *authorized("JUDGE_TOKEN", "t")])
     preflight(config, cpus=None)
-    actor = RollouterActor.__ray_metadata__.modified_class(config, "rollouter", 40, None, {}, Holder(token=1))
+    actor = RollouterActor.__ray_metadata__.modified_class(
+        config, "rollouter", PromptTokenizer.of(config), 40, None, {}, Holder(token=1)
+    )
     with pytest.raises(MissingSecret, match=r"^rollout\.agent_loop_args: .* variable JUDGE_TOKEN, .*$"):
         await actor.start()
     with pytest.raises(MissingSecret, match=r"^reward\.args: .* variable JUDGE_TOKEN, .*$"):

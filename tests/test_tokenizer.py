@@ -1,14 +1,19 @@
-"""Stop tokens: every token that may end a turn of the checkpoint, the same for all engines. Code in it is not run."""
+"""Stop tokens: every token that may end a turn of the checkpoint, the same for all engines. Code in it is not run.
+
+A run loads a tokenizer once and passes it to other processes."""
 
 import io
 import json
+import pickle
 import shutil
+import subprocess
 import sys
 
 import pytest
 
 from asyncrl.models.config import CheckpointError
 from asyncrl.rollouter.tokenizer import PromptTokenizer
+from asyncrl.types.prompts import Prompt
 
 
 @pytest.fixture
@@ -63,3 +68,39 @@ def test_code_in_a_checkpoint_is_never_run(checkpoint, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="the tokenizer does not load"):
         PromptTokenizer(checkpoint)
     assert not marker.exists()
+
+
+PASSED_ON = """
+import pickle, sys
+import asyncrl.rollouter.actors, asyncrl.rollouter.answering, asyncrl.rollouter.endpoint.host, asyncrl.rollouter.loop
+tokenizer, prompt, ids = pickle.load(sys.stdin.buffer)
+assert tokenizer.encode(prompt).tolist() == ids
+assert "1+2" in tokenizer.decode_batch([tokenizer.encode(prompt)])[0]
+print(tokenizer.stop_token_ids, "torch" in sys.modules)
+"""
+
+
+def test_a_rollouter_that_gets_the_tokenizer_needs_no_torch(checkpoint):
+    """Which would take two seconds and 200 MB."""
+    tokenizer = PromptTokenizer(checkpoint, more_stop_token_ids=[7])
+    prompt = Prompt("0/0", "p", ({"role": "user", "content": "Compute 1+2"},), "3")
+    sent = pickle.dumps((tokenizer, prompt, tokenizer.encode(prompt).tolist()))
+    shutil.rmtree(checkpoint)
+    answer = subprocess.run([sys.executable, "-c", PASSED_ON], input=sent, capture_output=True, timeout=120)
+    assert answer.stdout.decode().strip() == f"{tokenizer.stop_token_ids} False", answer.stderr
+
+
+def test_a_tokenizer_of_the_checkpoint_s_own_code_is_loaded_again_elsewhere(checkpoint):
+    (checkpoint / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n"
+    )
+    file = checkpoint / "tokenizer_config.json"
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    tokenizer = PromptTokenizer(checkpoint, trust_remote_code=True)
+    assert type(tokenizer.hf).__name__ == "Own"
+    script = "import pickle, sys; print(type(pickle.load(sys.stdin.buffer).hf).__name__)"
+    answer = subprocess.run(
+        [sys.executable, "-c", script], input=pickle.dumps(tokenizer), capture_output=True, timeout=120
+    )
+    assert answer.stdout.decode().strip() == "Own", answer.stderr

@@ -91,14 +91,14 @@ async def answer(config: Config, recorder: Recorder) -> Answers:
         watched: list[asyncio.Task[Any]] = []
         link = None
         if config.rollout.agent.enabled:
-            endpoint = EndpointHost(config, recorder)
+            endpoint = EndpointHost(config, found.tokenizer, recorder)
             closing.push_async_callback(endpoint.close)
             await endpoint.start()
             link = EndpointLink(endpoint, _TOKEN, EngineDied)
             watched += filter(None, [endpoint.keeping_sandboxes])
         replicas = {"replica/0": LeasedEngine(EngineLease(engine), _TOKEN)}
         is_death = lambda error: isinstance(error, EngineDied)
-        answering = Answering(config, found.max_prompt_tokens, replicas, is_death, link, recorder)
+        answering = Answering(config, found.tokenizer, found.max_prompt_tokens, replicas, is_death, link, recorder)
         closing.push_async_callback(answering.close)
         await answering.start()
         validation = Validation(config, config.rollout.engine.slots, answering.maker, recorder)

@@ -35,6 +35,7 @@ from asyncrl.rollouter.engine_lease import LeasedEngine
 from asyncrl.rollouter.engines.base import EngineDied, EventBatch, Request, Scheduling
 from asyncrl.rollouter.held_queue import HeldQueue
 from asyncrl.rollouter.pacing import GenerationPacer
+from asyncrl.rollouter.tokenizer import PromptTokenizer
 from asyncrl.rollouter.validated import Validated
 from asyncrl.sample_queue.messages import Holder
 
@@ -173,16 +174,16 @@ class RelayActor(SupervisedActor):
 class EndpointActor(SupervisedActor):
     """The HTTP endpoint with its agents. The rollouter calls it as `asyncrl.rollouter.endpoint.link.EndpointClient`."""
 
-    def __init__(self, config: Config, name: str, logs: LogConfig | None = None) -> None:
+    def __init__(self, config: Config, name: str, tokenizer: PromptTokenizer, logs: LogConfig | None = None) -> None:
         super().__init__(name, logs)
         never_interrupt()
-        self._config = config
+        self._config, self._tokenizer = config, tokenizer
         self._recorder = Recorder(self.name)
 
     async def start(self) -> None:
         from asyncrl.rollouter.endpoint.host import EndpointHost
 
-        self._host = EndpointHost(self._config, self._recorder)
+        self._host = EndpointHost(self._config, self._tokenizer, self._recorder)
         await self._host.start()
 
     async def alive(self) -> None:
@@ -218,6 +219,7 @@ class RollouterActor(SupervisedActor):
         self,
         config: Config,
         name: str,
+        tokenizer: PromptTokenizer,
         max_prompt_tokens: int,
         queue: Any,
         replicas: Mapping[str, ReplicaHandle],
@@ -227,7 +229,7 @@ class RollouterActor(SupervisedActor):
     ):
         super().__init__(name, logs)
         never_interrupt()
-        self._config, self._max_prompt_tokens = config, max_prompt_tokens
+        self._config, self._tokenizer, self._max_prompt_tokens = config, tokenizer, max_prompt_tokens
         self._recorder = Recorder(self.name)
         self._queue = RestartableClient(queue, "queue")
         self._holder = holder
@@ -241,7 +243,7 @@ class RollouterActor(SupervisedActor):
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the tokenizer and prompts, start the reward workers, and serve requests from now on."""
+        """Load the prompts, start the reward workers, and serve requests from now on."""
         from asyncrl.data.load import load_run_prompts
         from asyncrl.data.order import PromptOrder
         from asyncrl.rollouter.answering import Answering
@@ -258,7 +260,7 @@ class RollouterActor(SupervisedActor):
         self._validation_prompts = asked[self._holder.shard :: config.rollout.shards]
         is_death = lambda error: isinstance(error, ActorDied)
         self._answering = answering = Answering(
-            config, self._max_prompt_tokens, self._replicas, is_death, self._link, self._recorder
+            config, self._tokenizer, self._max_prompt_tokens, self._replicas, is_death, self._link, self._recorder
         )
         await answering.start()
         self._router = answering.router

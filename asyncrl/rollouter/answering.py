@@ -26,13 +26,14 @@ class Answering:
     def __init__(
         self,
         config: Config,
+        tokenizer: PromptTokenizer,
         max_prompt_tokens: int,
         replicas: Mapping[str, ReplicaClient],
         is_death: Callable[[BaseException], bool],
         link: EndpointLink | None,
         recorder: Recorder,
     ) -> None:
-        self.tokenizer, self.router = PromptTokenizer.of(config), Router(replicas, is_death, recorder)
+        self.router = Router(replicas, is_death, recorder)
         self._link, self._sandboxes = link, SandboxService(config.sandbox)
         self._rewards = RewardPool(config.reward, self._sandboxes.address)
         rollout = config.rollout
@@ -41,10 +42,8 @@ class Answering:
             agent_loop = EndpointLoop(link, rollout.max_response_tokens)
         else:
             arguments = revealed("rollout.agent_loop_args", rollout.agent_loop_args)
-            agent_loop = find_agent_loop(rollout.agent_loop)(self.tokenizer, rollout.max_response_tokens, **arguments)
-        self.maker = SampleMaker(
-            config, self.tokenizer, agent_loop, max_prompt_tokens, self.router, self._rewards, recorder
-        )
+            agent_loop = find_agent_loop(rollout.agent_loop)(tokenizer, rollout.max_response_tokens, **arguments)
+        self.maker = SampleMaker(config, tokenizer, agent_loop, max_prompt_tokens, self.router, self._rewards, recorder)
 
     async def start(self) -> None:
         """Start the reward workers, and sandboxes if they use some."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ class PromptTokenizer:
         more_stop_token_ids: Sequence[int] = (),
         trust_remote_code: bool = False,
     ) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer  # takes 3 s, most of them for torch and parts that generate
 
         try:
             self.hf: Any = AutoTokenizer.from_pretrained(str(checkpoint), trust_remote_code=trust_remote_code)
@@ -49,6 +50,7 @@ class PromptTokenizer:
                 f"{checkpoint}: the tokenizer has no chat template; set data.apply_chat_template=false to join messages"
             )
         self._apply_chat_template, self._vocabulary = apply_chat_template, vocabulary
+        self._arguments = (checkpoint, apply_chat_template, more_stop_token_ids, trust_remote_code)
         ends = {*more_stop_token_ids, *_eos_token_ids(Path(checkpoint))}
         if self.hf.eos_token_id is not None:
             ends.add(int(self.hf.eos_token_id))
@@ -58,6 +60,15 @@ class PromptTokenizer:
                 "generation_config.json and rollout.stop_token_ids"
             )
         self.stop_token_ids: tuple[int, ...] = tuple(sorted(ends))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Needs neither AutoTokenizer nor torch where it arrives; loaded again there if its class is the checkpoint's
+        own, or not of the library `tokenizers`."""
+        from transformers import PreTrainedTokenizerFast
+
+        if isinstance(self.hf, PreTrainedTokenizerFast) and type(self.hf).__module__.startswith("transformers."):
+            return copyreg.__newobj__, (PromptTokenizer,), vars(self)  # type: ignore[attr-defined]
+        return PromptTokenizer, self._arguments
 
     @classmethod
     def of(cls, config: Config) -> PromptTokenizer:

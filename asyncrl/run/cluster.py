@@ -148,7 +148,9 @@ class Cluster:
         """An endpoint without sessions; the agents of an earlier one have ended with it."""
         client = self.endpoints[shard]
         await self.kill(client.name)
-        endpoint = self._make(EndpointActor, client.name, {"num_cpus": 0}, self._config, client.name)
+        endpoint = self._make(
+            EndpointActor, client.name, {"num_cpus": 0}, self._config, client.name, self._preflight.tokenizer
+        )
         await self._started([endpoint], endpoint.start())
         client.replace(endpoint.handle)
 
@@ -290,6 +292,7 @@ class Cluster:
             {"num_cpus": 0},
             self._config,
             name,
+            self._preflight.tokenizer,
             self._preflight.max_prompt_tokens,
             self.queue.handle,
             {name: self.replica_handle(name) for name in self.replicas if self.rollouters.of(name) is of_shard},

@@ -26,16 +26,16 @@ log = logging.getLogger(__name__)
 class EndpointHost:
     """``start()``, then calls as of `asyncrl.rollouter.endpoint.link.EndpointClient`, then ``close()``."""
 
-    def __init__(self, config: Config, recorder: Recorder) -> None:
-        self._config, self._recorder = config, recorder
+    def __init__(self, config: Config, tokenizer: PromptTokenizer, recorder: Recorder) -> None:
+        self._config, self._tokenizer, self._recorder = config, tokenizer, recorder
         self._sandboxes: SandboxService | None = None
         self.keeping_sandboxes: asyncio.Task[None] | None = None  #: raises if the sandboxes' host dies again and again
         self._opened: list[Endpoint | EndpointServer | AgentProcesses] = []
 
     async def start(self) -> None:
-        """Load the tokenizer, start the agents' processes, and listen."""
+        """Start the agents' processes, and listen."""
         config, agent = self._config, self._config.rollout.agent
-        tokenizer = PromptTokenizer.of(config)
+        tokenizer = self._tokenizer
         variables: Mapping[str, str] = {}
         if agent.sandbox:
             self._sandboxes = SandboxService(config.sandbox)
