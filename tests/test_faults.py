@@ -27,6 +27,7 @@ from asyncrl.config.schema import DataConfig
 from asyncrl.data.order import PromptOrder
 from asyncrl.data.prompts import load_prompts
 from tests.support.faults import ACTORS, NAMES, RELAY, FaultyRun, audit, crash_at, restores, run_through, trained_steps
+from tests.support.processes import is_alive
 
 BATCH = 2
 QUICKSTART = "configs/quickstart.yaml"
@@ -185,14 +186,6 @@ def test_the_death_of_ray_s_node_ends_the_run_resumable(start, tmp_path):
     again = start(f"trainer.total_steps={trained + 3}")
     assert again.wait() == 0, again.text
     audit(tmp_path / "run", [BATCH] * (trained + 3))
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """False for zombies too: an orphan that has ended waits until its new parent asks."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.faults

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import time
 
 import psutil
 import pytest
@@ -27,6 +26,7 @@ from asyncrl.types.samples import FinishReason
 from tests.support.engine_contract import *  # noqa: F403
 from tests.support.engine_contract import PROMPT, changed, error_of, perfect_draft, rounding, until
 from tests.support.engine_replica import Replica, request
+from tests.support.processes import gone
 from tests.support.sglang_replica import replica_config, server_processes
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
@@ -284,23 +284,6 @@ async def test_a_killed_scheduler_is_reported_and_leaves_nothing_behind(replica,
     with pytest.raises(EngineDied):
         await replica.engine.submit([request("more", PROMPT, 4)])
     await gone(below)
-
-
-async def gone(processes, within_s=30):
-    deadline = time.monotonic() + within_s
-    while (alive := [p for p in processes if is_alive(p)]) and time.monotonic() < deadline:
-        await asyncio.sleep(0.1)
-    for process in alive:
-        process.kill()
-    assert not alive
-
-
-def is_alive(process):
-    """False for zombies too: orphans may stay unreaped in this environment."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -1,11 +1,11 @@
 """Whole runs on Ray with SGLang replicas: driver and trainer in the default environment, replicas in SGLang's."""
 
+import asyncio
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs the SGLang environment: make test-sglang", allow_module_level=True)
 
 from tests.support.faults import audit
+from tests.support.processes import gone
 from tests.support.sglang_replica import server_processes
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -73,22 +74,9 @@ def test_no_process_outlives_a_killed_replica(inputs, tmp_path):
     below = [*server_processes(process.pid), *(helpers() - before)]
     assert len(below) >= 4  # server, scheduler, detokenizer, torch's
     process.kill()
-    deadline = time.monotonic() + 30
-    while (alive := [p for p in below if is_alive(p)]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for left in alive:
-        left.kill()
-    assert not alive
+    asyncio.run(gone(below))
 
 
 def helpers() -> set[psutil.Process]:
     """torch's managers of named shared memory; they are not children of the processes that use them."""
     return {p for p in psutil.process_iter(["name"]) if p.info["name"].startswith("torch_shm")}
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """False for zombies too: orphans may stay unreaped in this environment."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

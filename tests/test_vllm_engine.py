@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +47,7 @@ from tests.support.engine_contract import (
     until,
 )
 from tests.support.engine_replica import request
+from tests.support.processes import gone
 from tests.support.vllm_replica import Replica, replica_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
@@ -281,20 +281,7 @@ async def test_no_process_outlives_a_killed_replica(checkpoint, tmp_path):
     for child in below:
         child.suspend()
     process.kill()
-    deadline = time.monotonic() + 20
-    while (alive := [child for child in below if is_alive(child)]) and time.monotonic() < deadline:
-        await asyncio.sleep(0.1)
-    for child in alive:
-        child.kill()
-    assert not alive
-
-
-def is_alive(process):
-    """False for zombies too: orphans may stay unreaped in this environment."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    await gone(below, within_s=20)
 
 
 async def test_the_cpu_builds_temperatures_still_need_their_correction(replica, speculating):
