@@ -1,7 +1,7 @@
 # Newcomers need `make quickstart` and `make test`; both create the environment first.
 PYTHON ?= python3
 VENV ?= .venv
-# worker processes of `make test` and `make test-faults`
+# worker processes of `make test`, `make test-faults` and `make test-resume`
 TEST_WORKERS ?= 2
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS = 1
@@ -14,7 +14,7 @@ CODE_CHECKPOINT = checkpoints/code-mimo
 CODE_DATA = data/programs
 
 .PHONY: venv venv-gym venv-trl quickstart quickstart-agent quickstart-agent-inputs code-inputs lint format clean
-.PHONY: test test-install test-install-short torture torture-short test-faults test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short test-megatron-newest
+.PHONY: test test-install test-install-short torture torture-short test-faults test-resume test-slow test-vllm test-vllm-short test-sglang test-sglang-short test-megatron test-megatron-short test-megatron-newest
 .PHONY: test-agents test-agents-short
 
 venv:
@@ -73,6 +73,9 @@ test-install-short: venv
 test-faults: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m pytest -q -m "faults and not slow" -o timeout=900 --numprocesses $(TEST_WORKERS) --dist worksteal
 
+test-resume: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
+	$(BIN)/python -m pytest -q -m resume -o timeout=900 --numprocesses $(TEST_WORKERS) --dist worksteal
+
 # storms of faults, without Ray and over whole runs, and of options; everything is drawn from SEED
 SEED ?= 1
 torture: venv
@@ -86,7 +89,7 @@ torture-short: venv
 	$(BIN)/python -m tests.torture.storm 1 --faults 6 --steps 20
 	$(BIN)/python -m tests.torture.storm 2 --faults 4 --steps 20 --machines 2
 	$(BIN)/python -m tests.torture.options 1 --runs 1
-	$(BIN)/python -m pytest -q -m faults tests/test_resume.py -k bit_for_bit -o timeout=900
+	$(BIN)/python -m pytest -q -m resume tests/test_resume.py -k bit_for_bit -o timeout=900
 
 test-slow: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
 	$(BIN)/python -m pytest -q -m slow -o timeout=1500

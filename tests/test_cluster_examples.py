@@ -64,7 +64,7 @@ def test_the_slurm_script_asks_for_the_gpus_of_its_config(wanted_gpus):
     assert f"docs/examples/slurm.sh {CONFIG}" in script.read_text()
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 def test_the_slurm_script_runs_is_interrupted_and_goes_on(tmp_path):
     inputs, run = make_inputs(tmp_path / "inputs"), tmp_path / "run"
     for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho this-machine\n")):

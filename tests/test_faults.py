@@ -1,7 +1,7 @@
 """Any process of a run may die or hang at any time: the run recovers, or is resumed, and loses nothing.
 
 Whole runs on real Ray, whose processes are killed (SIGKILL) or stopped (SIGSTOP); an audit of the ledger follows. The
-long form, ``make test-faults``, kills more often and sweeps the points between transitions.
+long form, ``make test-faults`` and ``make test-resume``, kills more often and sweeps the points between transitions.
 """
 
 import contextlib
@@ -172,7 +172,7 @@ def test_a_relay_that_dies_or_hangs_costs_a_run_nothing(by, start, tmp_path):
     audit(tmp_path / "run", [BATCH] * 8)
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 def test_the_death_of_ray_s_node_ends_the_run_resumable(start, tmp_path):
     run = start("trainer.total_steps=200")
     run.until_trained(4)
@@ -266,7 +266,7 @@ def test_ranks_and_the_only_replica_may_die_in_the_first_validation(start, input
     audit(tmp_path / "run", [BATCH] * 3)
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 def test_a_run_survives_deaths_while_it_resumes(start, inputs, tmp_path, monkeypatch):
     run = start("trainer.total_steps=100")
     run.until_printed("checkpoint of step 3")
@@ -326,7 +326,7 @@ def test_ranks_that_die_too_often_end_the_run_with_the_reason(start, tmp_path):
     assert "supervision.max_restarts is 0" in failed
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 @pytest.mark.parametrize("full", FULL_DISK_POINTS.values(), ids=list(FULL_DISK_POINTS))
 def test_a_full_disk_ends_the_run_with_the_reason_and_loses_nothing(start, tmp_path, monkeypatch, full):
     marks = crash_at([full], tmp_path, monkeypatch)
@@ -369,7 +369,7 @@ def test_processes_may_die_in_every_mode(start, tmp_path, mode, held_to):
     audit(tmp_path / "run", [BATCH] * steps, **held_to)
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 def test_a_run_is_resumed_with_another_number_of_shards(start, tmp_path):
     for shards, steps in ((2, 4), (1, 8)):
         run = start("trainer.total_steps=12", *SHARDS, f"rollout.shards={shards}")
@@ -410,8 +410,14 @@ def test_all_workers_may_die_at_once(start, tmp_path):
     audit(tmp_path / "run", [BATCH] * 14)
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("points", [QUEUE_POINTS, WORKER_POINTS, DRIVER_POINTS], ids=["queue", "workers", "driver"])
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param(QUEUE_POINTS, marks=pytest.mark.faults, id="queue"),
+        pytest.param(WORKER_POINTS, marks=pytest.mark.faults, id="workers"),
+        pytest.param(DRIVER_POINTS, marks=pytest.mark.resume, id="driver"),
+    ],
+)
 def test_a_run_survives_a_sweep_of_crash_points(inputs, tmp_path, monkeypatch, points):
     options = ("trainer.total_steps=40", "rollout.engine.slots=4")  # all are busy: groups end and start in one call
     run_through(inputs, tmp_path / "run", *options, points=points, monkeypatch=monkeypatch)

@@ -73,7 +73,7 @@ def folder(killed, tmp_path) -> Path:
     return Path(shutil.copytree(killed, tmp_path / "run", symlinks=True))
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 @pytest.mark.timeout(600)
 def test_a_run_killed_between_checkpoints_and_resumed_equals_an_undisturbed_one_bit_for_bit(inputs, begin, tmp_path):
     undisturbed = begin(inputs, tmp_path / "undisturbed" / "run", *DETERMINISTIC)
@@ -105,7 +105,7 @@ def until_between(run: FaultyRun, saved: int) -> None:
     run.until_trained(saved + 1)
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 def test_a_killed_run_resumes_with_other_pools_and_batches_and_again_after_an_interruption(inputs, begin, folder):
     """The spool has a torn tail, and the newest save was interrupted."""
     newest_segment = max((folder / "spool").iterdir())
@@ -135,7 +135,7 @@ def test_a_killed_run_resumes_with_other_pools_and_batches_and_again_after_an_in
     assert restores(folder) >= 2
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 def test_a_signal_while_a_checkpoint_loads_ends_the_run_at_once(inputs, begin, folder, tmp_path, monkeypatch):
     with monkeypatch.context() as stopped:
         marks = crash_at(["asyncrl.trainer.rank:TrainerRank.load:stop:1"], tmp_path, stopped)
@@ -151,7 +151,7 @@ def test_a_signal_while_a_checkpoint_loads_ends_the_run_at_once(inputs, begin, f
     audit(folder, [2] * 12)
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 def test_a_journal_lost_with_its_machine_is_restored_from_the_copy_beside_the_checkpoint(inputs, begin, tmp_path):
     disk = tmp_path / "disk"
     run = begin(inputs, tmp_path / "runs" / "run", "trainer.total_steps=1000", f"journal_dir={disk}")
@@ -169,7 +169,7 @@ def test_a_journal_lost_with_its_machine_is_restored_from_the_copy_beside_the_ch
     assert [path.name for path in (run.folder / "journal").iterdir()] == ["000002"]  # not one for each driver
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 def test_a_damaged_spool_is_reported(inputs, begin, folder):
     """The queue verifies the whole spool when it starts, since every record in it was acknowledged as durable."""
     segment = min((folder / "spool").iterdir())
@@ -218,7 +218,7 @@ def test_another_column_of_the_same_prompts_is_refused(inputs, folder, capfd):
     assert output.count("25 prompts") == 2
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(inputs, begin, folder):
     shard = max((folder / "checkpoints/step_000006/state").glob("*.bin"))
     damage(shard)
@@ -256,7 +256,7 @@ def test_a_run_folder_that_cannot_be_read_is_refused_and_no_other_run_begins(inp
     assert f"run_dir: {tmp_path / 'run'} cannot be read (Too many levels of symbolic links)" in capfd.readouterr().err
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 def test_a_bad_byte_in_an_older_checkpoint_does_not_matter(inputs, begin, folder):
     damage(folder / "checkpoints/step_000003/metadata.json", at=2)
     run = begin(inputs, folder, "trainer.total_steps=9")
@@ -292,7 +292,7 @@ def test_a_ledger_without_the_version_of_the_checkpoint_is_refused(inputs, folde
     assert f"that one has no version {lineage}.{number}" in refused(inputs, folder, capfd)
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 def test_a_driver_that_was_stopped_while_another_took_over_ends_and_changes_nothing(inputs, begin, tmp_path):
     """On a disk whose locks do not reach other machines. The second driver has another local disk for the journal."""
     folder = tmp_path / "runs" / "run"
@@ -332,7 +332,7 @@ def test_missing_checkpoints_of_groups_that_the_ledger_no_longer_keeps_are_refus
     )
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 def test_a_skipped_group_is_dropped(inputs, begin, folder):
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
         (uid,) = db.execute("SELECT uid FROM groups WHERE step = 7").fetchall()[0]

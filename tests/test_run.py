@@ -324,7 +324,7 @@ def test_an_interruption_during_startup_ends_the_run_at_once(start, tmp_path, ra
     assert processes_of(ray_dir) == []
 
 
-@pytest.mark.faults
+@pytest.mark.resume
 def test_a_second_interruption_abandons_even_a_sync_that_hangs(start, tmp_path, ray_dir):
     run = start(
         "trainer.total_steps=100000",
