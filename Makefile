@@ -1,7 +1,7 @@
 # Newcomers need `make quickstart` and `make test`; both create the environment first.
 PYTHON ?= python3
 VENV ?= .venv
-# worker processes of `make test`, `make test-faults` and `make test-resume`
+# worker processes of the tiers in the default environment
 TEST_WORKERS ?= 2
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS = 1
@@ -91,8 +91,11 @@ torture-short: venv
 	$(BIN)/python -m tests.torture.options 1 --runs 1
 	$(BIN)/python -m pytest -q -m resume tests/test_resume.py -k bit_for_bit -o timeout=900
 
+# markers whose full forms have the slow tests of their environments
+OTHER_TIERS = vllm or sglang or megatron or agents or gym or install
+
 test-slow: venv $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
-	$(BIN)/python -m pytest -q -m slow -o timeout=1500
+	$(BIN)/python -m pytest -q -m "slow and not ($(OTHER_TIERS))" -o timeout=1500 --numprocesses $(TEST_WORKERS) --dist worksteal
 
 # Each backend's tests run in its own environment; drivers and torch trainers run in the default one.
 test-vllm: venv venv-vllm $(CHECKPOINT)/model.safetensors $(DATA)/train.jsonl
