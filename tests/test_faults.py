@@ -16,6 +16,7 @@ import signal
 import sqlite3
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -219,19 +220,24 @@ def test_parts_that_fail_while_their_processes_live_are_replaced_and_poison_is_d
     audit(tmp_path / "run", [BATCH] * steps)
 
 
+def strike_each_kind(run: FaultyRun, strike: Callable[[psutil.Process], None]) -> None:
+    """Kill or stop the processes of each kind as soon as they exist."""
+    struck: set[str] = set()
+
+    def all_struck() -> bool:
+        for kind in ACTORS.keys() - struck:
+            for process in run.actors(kind):
+                strike(process)
+                struck.add(kind)
+        return len(struck) == len(ACTORS)
+
+    run.until(all_struck, "had a process of each kind")
+
+
 @pytest.mark.faults
 def test_a_run_survives_the_death_of_each_process_during_startup(start, tmp_path):
     run = start("trainer.total_steps=4")
-    killed: set[str] = set()
-
-    def each_was_killed() -> bool:
-        for kind in ACTORS.keys() - killed:
-            for process in run.actors(kind):  # as soon as it exists
-                process.kill()
-                killed.add(kind)
-        return len(killed) == len(ACTORS)
-
-    run.until(each_was_killed, "had a process of each kind")
+    strike_each_kind(run, psutil.Process.kill)
     assert run.wait() == 0, run.text
     for name in NAMES.values():
         assert run.text.count(f"supervision: {name} died") == 1, run.text
@@ -282,16 +288,7 @@ def test_a_run_survives_deaths_while_it_resumes(start, inputs, tmp_path, monkeyp
 @pytest.mark.faults
 def test_processes_that_hang_during_startup_count_as_dead(start, tmp_path):
     run = start("trainer.total_steps=4", "supervision.start_s=40", "supervision.answer_s=40")
-    hung: set[str] = set()
-
-    def each_has_hung() -> bool:
-        for kind in ACTORS.keys() - hung:
-            for process in run.actors(kind):  # as soon as it exists
-                process.suspend()
-                hung.add(kind)
-        return len(hung) == len(ACTORS)
-
-    run.until(each_has_hung, "had a process of each kind")
+    strike_each_kind(run, psutil.Process.suspend)
     assert run.wait() == 0, run.text
     for name in NAMES.values():
         # it may be up just before it is stopped, and Ray's own health check may detect it first
