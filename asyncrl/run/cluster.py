@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -46,7 +47,7 @@ T = TypeVar("T")
 
 CALLS_AT_ONCE = 1000  # per actor; most calls wait on a condition
 REMOTE_KILL_S = 20.0  # for an actor on another machine
-CLOSING_S = 3.0  # for rollouters and endpoints to close by themselves
+CLOSING_S = 3.0  # for rollouters and endpoints to close by themselves, and for killed processes to end
 RELAYED_REPLICAS = 4  # on a machine, from which on calls to them go through a relay there
 RELAYS_PER_CALL = 16  # relays that the driver reaches through the first of them
 RELAY_START_S = 60.0
@@ -334,17 +335,24 @@ class Cluster:
     def _close(self) -> None:
         if not ray.is_initialized():
             return
-        queue = self.queue.handle  # last: the others call it
-        for handle in sorted(self._handles, key=lambda handle: handle is queue):
-            ray.kill(handle)
-        self._handles.clear()
-        here = ray.get_runtime_context().get_node_id()
+        queue, here = self.queue.handle, ray.get_runtime_context().get_node_id()
+        processes = {name: process for name, (node, process) in self._processes.items() if node == here}
         try:
+            for handle in self._handles:
+                if handle is not queue:
+                    ray.kill(handle)
+            # first: Ray would log a call to the ended queue as to be retried
+            callers = [process for name, process in processes.items() if name != "queue"]
+            deadline = time.monotonic() + CLOSING_S
+            while any(process.alive for process in callers) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if queue is not None:
+                ray.kill(queue)
+            self._handles.clear()
             self._placement.close()
         finally:
-            for node, process in self._processes.values():
-                if node == here:  # Ray kills nothing on a node whose raylet died
-                    process.kill()
+            for process in processes.values():  # Ray kills nothing on a node whose raylet died
+                process.kill()
 
     def _make(self, cls: Any, name: str, options: dict[str, Any], *args: Any) -> ActorClient:
         self._made += 1
