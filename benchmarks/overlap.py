@@ -43,7 +43,8 @@ from benchmarks import machine
 from benchmarks.long_tail import LIMIT, without_end
 from benchmarks.quickstart import ROOT, ensure_inputs, run
 
-SKIPPED = 3
+SKIPPED = 3  # first steps, which are not timed
+AHEAD = 4  # steps before the end at which the rollouter has started all groups; then the queue runs empty
 STEPS_ALONE = 5
 COMMON = [
     "trainer.optimizer.lr=1e-12",
@@ -94,7 +95,6 @@ def round_of(folder: Path, steps: int, overrides: list[str], names: Iterable[str
     fraction_of_ideal."""
     checkpoint, data = ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic"
     synchronous = (steps - SKIPPED) // 2 + SKIPPED
-    ahead = 4  # steps before the end at which the rollouter has started all groups; then the queue runs empty
     options = {
         "alone": ["trainer.total_steps=1", f"async_training.require_batches={STEPS_ALONE}"],
         "async": [f"trainer.total_steps={steps}"],
@@ -113,9 +113,9 @@ def round_of(folder: Path, steps: int, overrides: list[str], names: Iterable[str
         if name == "alone":
             found["train"], found["rollout"] = alone_s(run_dir, STEPS_ALONE)
         else:
-            found[name] = step_s(run_dir, synchronous if "sync" in name.split("_") else steps - ahead)
+            found[name] = step_s(run_dir, synchronous if "sync" in name.split("_") else steps - AHEAD)
         if name == "async":
-            found["own"] = statistics.median(r["perf/fraction_of_ideal"] for r in steps_of(run_dir)[SKIPPED:-ahead])
+            found["own"] = statistics.median(r["perf/fraction_of_ideal"] for r in steps_of(run_dir)[SKIPPED:-AHEAD])
             print(json.loads((run_dir / "summary.json").read_text())["advice"], flush=True)
     return found
 
@@ -126,6 +126,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     args = parser.parse_args()
+    if args.steps <= SKIPPED + AHEAD:
+        parser.error(f"--steps: expected at least {SKIPPED + AHEAD + 1}, found {args.steps}")
     ensure_inputs(ROOT / "checkpoints/arith-mimo", ROOT / "data/arithmetic")
     shared, rounds = machine.together_over_alone(), []
     with tempfile.TemporaryDirectory(prefix="asyncrl-overlap-") as scratch:

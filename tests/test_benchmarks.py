@@ -249,7 +249,7 @@ def test_the_long_tail_is_as_long_as_it_says():
 
 @pytest.mark.slow
 def test_the_overlap_benchmark_ends_with_its_figures():
-    figures = last_line("benchmarks.overlap --steps 12 --rounds 1")
+    figures = last_line("benchmarks.overlap --steps 8 --rounds 1 trainer.mini_batch_groups=8")
     assert figures.keys() >= {
         "fraction_of_ideal", "async_over_sync", "async_over_sync_two_threads", "async_over_sync_tail"
     }  # fmt: skip

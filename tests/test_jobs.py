@@ -135,35 +135,26 @@ def head(tmp_path_factory):
     head.close()
 
 
+def check_that_others_are_refused(head: Head) -> None:
+    assert stat.S_IMODE((head.home / ".ray").stat().st_mode) == 0o700
+    for token, status in ((None, 401), ("another", 403)):
+        with pytest.raises(HTTPError) as refused:
+            head.get("/api/jobs/", token)
+        assert refused.value.code == status
+    answers = [gcs_answer(head.ray_dir, token) for token in (head.token, "another", None)]
+    assert answers == [grpc.StatusCode.OK, *[grpc.StatusCode.UNAUTHENTICATED] * 2]
+    unprepared = head.run("ray job list", prepare=False)
+    assert unprepared.returncode != 0
+    assert "Authentication required" in unprepared.stdout
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("before", ["nothing", "a local run", "a token that all can read"])
-def test_the_page_s_commands_run_jobs_and_refuse_clients_without_the_token(inputs, tmp_path, before):
-    """``before``: state of the user's home."""
-    (home := tmp_path / "home").mkdir()
-    options = overrides(inputs, tmp_path / "run", "data.validation_files=[]", "reporting.report=false")
-    if before == "a local run":
-        bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-        command = [sys.executable, "-m", "asyncrl.fully_async_main", *options, "trainer.total_steps=1"]
-        with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as ray_dir:
-            command.append(f"ray.temp_dir={ray_dir}")
-            subprocess.run(command, cwd=ROOT, env=bare | {"HOME": str(home)}, check=True, timeout=200)
-    elif before == "a token that all can read":  # as Ray leaves it
-        (home / ".ray").mkdir(mode=0o755)
-        (home / ".ray/auth_token").write_text("5" * 64)
-    with contextlib.closing(Head(tmp_path, home)) as head:
-        assert stat.S_IMODE((home / ".ray").stat().st_mode) == 0o700
-        submitted = head.submit(*options, "trainer.total_steps=2")
-        assert submitted.returncode == 0, submitted.stdout
-        assert head.job(submitted)["status"] == "SUCCEEDED"
-        for token, status in ((None, 401), ("another", 403)):
-            with pytest.raises(HTTPError) as refused:
-                head.get("/api/jobs/", token)
-            assert refused.value.code == status
-        answers = [gcs_answer(head.ray_dir, token) for token in (head.token, "another", None)]
-        assert answers == [grpc.StatusCode.OK, *[grpc.StatusCode.UNAUTHENTICATED] * 2]
-        unprepared = head.run("ray job list", prepare=False)
-        assert unprepared.returncode != 0
-        assert "Authentication required" in unprepared.stdout
+def test_a_token_that_all_users_could_read_is_kept_from_them(tmp_path):
+    (folder := tmp_path / "home/.ray").mkdir(mode=0o755, parents=True)  # as Ray leaves it
+    (folder / "auth_token").write_text("5" * 64)
+    with contextlib.closing(Head(tmp_path, tmp_path / "home")) as head:
+        assert head.token == "5" * 64
+        check_that_others_are_refused(head)
 
 
 def steps_in(text: str, total: int) -> list[str]:
@@ -172,7 +163,7 @@ def steps_in(text: str, total: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_submitted_quickstart_reports_each_step_once_and_leaves_its_results(head):
+def test_the_page_s_commands_run_the_quickstart_which_reports_each_step_once_and_leaves_its_results(head):
     for name in ("checkpoints", "data"):
         (head.folder / name).symlink_to(ROOT / name)
     submitted = head.submit("trainer.total_steps=4", "data.validation_files=[]")
@@ -181,6 +172,7 @@ def test_a_submitted_quickstart_reports_each_step_once_and_leaves_its_results(he
     assert steps_in(submitted.stdout, 4) == ["1/4", "2/4", "3/4", "4/4"], submitted.stdout
     summary = json.loads((head.folder / "runs/quickstart/summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 4)
+    check_that_others_are_refused(head)
 
 
 @pytest.mark.slow

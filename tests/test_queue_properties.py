@@ -568,7 +568,7 @@ def test_invariants_hold_after_every_event(setting, seed):
 
 
 @pytest.mark.slow
-@everything(2000)
+@everything(1000)
 def test_invariants_hold_after_every_event_of_many_histories(setting, seed):
     in_memory(setting, seed)
 
