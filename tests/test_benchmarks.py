@@ -13,12 +13,13 @@ import numpy as np
 import psutil
 import pytest
 
+from asyncrl.config.load import load_config
 from asyncrl.sample_queue.messages import Snapshot
 from asyncrl.sample_queue.spool import SEGMENT_BYTES
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
-from benchmarks import long_tail
+from benchmarks import long_tail, overlap
 from benchmarks.cpu_seconds import CpuSeconds
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.models import Run
@@ -233,7 +234,7 @@ def test_the_page_of_gpu_figures_is_made_from_the_results_file():
 
 @pytest.mark.slow
 def test_the_observability_benchmark_counts_every_part():
-    figures = last_line("benchmarks.observability --steps 3 data.validation_files=[]")
+    figures = last_line("benchmarks.observability --steps 3 data.validation_files=[] trainer.mini_batch_groups=8")
     assert 0 < figures["cpu_share"] < 1
     assert all(figures[part] > 0 for part in ("recorder", "driver", "wandb_threads", "answers", "report"))
 
@@ -247,14 +248,57 @@ def test_the_long_tail_is_as_long_as_it_says():
     assert lengths[-1] == 16_000
 
 
-@pytest.mark.slow
-def test_the_overlap_benchmark_ends_with_its_figures():
-    figures = last_line("benchmarks.overlap --steps 8 --rounds 1 trainer.mini_batch_groups=8")
-    assert figures.keys() >= {
-        "fraction_of_ideal", "async_over_sync", "async_over_sync_two_threads", "async_over_sync_tail"
-    }  # fmt: skip
-    machine = figures.pop("machine")
-    assert all(value > 0 for value in [*figures.values(), *machine.values()])
+def test_the_overlap_benchmark_compares_the_runs_of_a_round(tmp_path, monkeypatch, capsys):
+    """With runs of which only the options are checked, as `load_config` does, and whose steps take the given times."""
+    step_s = {"async": 2.5, "sync": 4.0, "sync_two_threads": 3.0, "tail": 5.0, "tail_sync": 6.0}
+    runs = []
+
+    def run(seed, checkpoint, data, folder, overrides):
+        config = load_config(overlap.ROOT / "configs/quickstart.yaml", overrides)
+        runs.append((folder.name, config.trainer.threads))
+        (run_dir := folder / "seed-0").mkdir()
+        every_s, groups = step_s.get(folder.name, 0.0), 64
+        # as many are generated as trained, but for the first steps, whose time does not count
+        stock = {"fully_async/queue/depth": 4, "fully_async/in_flight": 2, "perf/fraction_of_ideal": 0.75}
+        rows = [
+            {"step": step, "actor/loss": 0.0, "time": 100 + every_s * step, "trainer/groups": groups} | stock
+            for step in range(1, config.trainer.total_steps + 1)
+        ]
+        rows[0]["time"] -= 1000
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        ended = {"trainer/step": 11.0, "trainer/logprobs": 1.0, "rollout/generate": 9.0}  # of five optimizer steps
+        spans = [{"name": name, "actor": "any", "start": 0.0, "end": s, "args": {}} for name, s in ended.items()]
+        (run_dir / "spans.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
+        (run_dir / "summary.json").write_text('{"advice": "both are busy"}')
+
+    monkeypatch.setattr(overlap, "run", run)
+    monkeypatch.setattr(overlap, "ensure_inputs", lambda *folders: None)
+    monkeypatch.setattr(overlap, "without_end", lambda checkpoint, out: out)
+    monkeypatch.setattr(overlap.machine, "together_over_alone", lambda: {"products": 0.9})
+    monkeypatch.setattr(sys, "argv", ["overlap", "--rounds", "2"])
+    overlap.main()
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures == {
+        "fraction_of_ideal": pytest.approx(2.0 / 2.5),  # training is the bottleneck: 2 s a step, generation 1.8
+        "async_over_sync": pytest.approx(4.0 / 2.5),
+        "async_over_sync_two_threads": pytest.approx(3.0 / 2.5),
+        "async_over_sync_tail": pytest.approx(6.0 / 5.0),
+        "train_alone_s": pytest.approx(2.0),
+        "rollout_alone_s": pytest.approx(1.8),
+        "async_step_s": pytest.approx(2.5),
+        "sync_step_s": pytest.approx(4.0),
+        "sync_two_threads_step_s": pytest.approx(3.0),
+        "machine": {"products": 0.9},
+    }
+    assert [name for name, _ in runs[:6]] == ["alone", "async", "sync", "tail", "tail_sync", "sync_two_threads"]
+    assert [name for name, threads in runs if threads == 2] == ["sync_two_threads"]
+
+
+def test_the_overlap_benchmark_refuses_too_few_steps(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["overlap", "--steps", "7"])
+    with pytest.raises(SystemExit):
+        overlap.main()
+    assert "--steps: expected at least 8, found 7" in capsys.readouterr().err
 
 
 def last_line(command: str) -> dict[str, Any]:

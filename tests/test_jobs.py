@@ -93,7 +93,7 @@ class Head:
 
     def until_logged(self, job: str, text: str, timeout_s: float = 180) -> None:
         deadline = time.monotonic() + timeout_s
-        while text not in (log := self.logs(job)):
+        while text not in (log := self.get(f"/api/jobs/{job}/logs", self.token)["logs"]):
             assert time.monotonic() < deadline, f"never logged {text!r}:\n{log}"
             time.sleep(0.5)
 

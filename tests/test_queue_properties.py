@@ -567,12 +567,6 @@ def test_invariants_hold_after_every_event(setting, seed):
     in_memory(setting, seed)
 
 
-@pytest.mark.slow
-@everything(1000)
-def test_invariants_hold_after_every_event_of_many_histories(setting, seed):
-    in_memory(setting, seed)
-
-
 @everything(8)
 def test_invariants_hold_with_the_ledger_on_disk(setting, seed):
     async def on_disk(folder: Path) -> None:
