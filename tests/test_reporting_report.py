@@ -247,6 +247,13 @@ def test_nested_spans_are_drawn_inside_their_parents():
     assert "rows = 8" in traces["generate"].text[0]
 
 
+@pytest.mark.parametrize(("highest", "top"), [(0.9, 1.04), (1.3, 1.352)])
+def test_an_axis_of_percentages_holds_every_value(highest, top):
+    (chart,) = [chart for charts_of in charts.SECTIONS.values() for chart in charts_of if chart.title == "Efficiency"]
+    figure = charts.line_chart(chart, {"perf/fraction_of_ideal": ([1, 2], [0.2, highest])})
+    assert figure.layout.yaxis.range == pytest.approx((0.0, top))
+
+
 def test_many_trajectories_are_thinned_evenly(tmp_path):
     for i in range(100):
         write_step(tmp_path, i, [{"step": i, "prompt": f"question-{i}."}])

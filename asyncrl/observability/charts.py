@@ -161,7 +161,8 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart(
             "Efficiency",
-            "Busy time of the slower pool per step, divided by the step time: 100 % if it never waits.",
+            "Busy time of the slower pool per step, divided by the step time: 100 % if it never waits, more if groups "
+            "were ready before the step.",
             (Line("perf/fraction_of_ideal", "of the ideal", GREEN),),
             percent=True,
         ),
@@ -358,7 +359,7 @@ def line_chart(chart: Chart, series: Series) -> go.Figure | None:
     numbers = [value for _, _, values in drawn for value in values if value is not None]
     lowest, highest = min(numbers), max(numbers)
     if chart.percent:
-        top = 1.04 if highest > 0.5 else max(0.01, highest * 1.15)
+        top = 1.04 * max(1.0, highest) if highest > 0.5 else max(0.01, highest * 1.15)
         figure.update_yaxes(tickformat=".0%" if top > 0.05 else ".1%", range=[min(0.0, lowest), top])
     elif chart.log and lowest > 0:
         marks = [m * 10.0**e for e in range(-9, 10) for m in (1, 2, 5) if lowest / 2 < m * 10.0**e < highest * 2]
