@@ -403,6 +403,20 @@ def test_a_run_continues_while_another_user_sends_malformed_bytes_to_its_sockets
     assert summary["failed"] is None
 
 
+@pytest.mark.slow  # an agent loop that always fails ends it in the same way
+def test_a_reward_that_always_fails_ends_the_run_with_its_reason(start, inputs, tmp_path, ray_dir):
+    run = start(
+        "reward.function=tests.support.tiny:failing_reward",
+        "rollout.max_consecutive_drops=5",
+        "data.validation_files=[]",
+    )
+    assert run.wait(120) == 1, run.text
+    assert "the last 5 groups were all dropped (5 × reward_error)" in run.text
+    assert "this reward never works" in run.text
+    assert "Traceback" not in run.text
+    assert "retries" not in run.text  # Ray's message about calls to the queue that end with it
+
+
 def test_a_run_joins_a_cluster_and_returns_its_resources(inputs, tmp_path, ray_dir, monkeypatch):
     import ray
 

@@ -59,6 +59,10 @@ def length_reward(prompt: Prompt, response: str) -> dict[str, float]:
     return {"reward": digits / max(len(response), 1), "accuracy": float(digits > 0)}
 
 
+def failing_reward(prompt: Prompt, response: str) -> float:
+    raise ValueError("this reward never works")
+
+
 class BrokenAgentLoop:
     """An agent loop that always raises; writes the time of the first error (Unix seconds) to ``path``."""
 
