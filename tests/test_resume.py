@@ -7,10 +7,12 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from asyncrl.run.placement_plan import PlacementError
 from tests.support.faults import OPTIONS, FaultyRun, audit, crash_at, restores
 from tests.support.tiny import overrides
 
-STEPS = 8
+STEPS = 16
 DETERMINISTIC = (
     f"trainer.total_steps={STEPS}",
     "async_training.staleness_threshold=0",
@@ -75,7 +77,8 @@ def folder(killed, tmp_path) -> Path:
 
 @pytest.mark.resume
 @pytest.mark.timeout(600)
-def test_a_run_killed_between_checkpoints_and_resumed_equals_an_undisturbed_one_bit_for_bit(inputs, begin, tmp_path):
+def test_a_run_whose_processes_are_all_killed_equals_an_undisturbed_one_bit_for_bit(inputs, begin, tmp_path):
+    """Driver and rank between checkpoints, the others at any moment."""
     undisturbed = begin(inputs, tmp_path / "undisturbed" / "run", *DETERMINISTIC)
     assert undisturbed.wait() == 0, undisturbed.text
 
@@ -86,6 +89,11 @@ def test_a_run_killed_between_checkpoints_and_resumed_equals_an_undisturbed_one_
     run = begin(inputs, run.folder, *DETERMINISTIC)
     until_between(run, 6)
     run.kill("rank")
+    moment = random.Random(1)
+    for step, kind in ((9, "queue"), (11, "replica"), (13, "rollouter")):
+        run.until_trained(step)
+        time.sleep(moment.uniform(0, 0.3))
+        run.kill(kind)
     assert run.wait() == 0, run.text
     resumed, restored = map(int, re.findall(r"back at step (\d+)", run.text))
     assert 3 <= resumed < restored
