@@ -456,32 +456,28 @@ def test_one_of_two_replicas_continues_until_the_other_is_back(start, tmp_path):
 @pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_quickstart_with_five_kills_learns_as_much_as_one_without(tmp_path, capsys):
-    accuracy: dict[str, float] = {}
-    for name, kills in (("undisturbed", []), ("disturbed", ["replica", "rank", "rollouter", "queue", "driver"])):
-        folder = tmp_path / name
-        steps = load_config(QUICKSTART).trainer.total_steps
+def test_a_quickstart_with_five_kills_reaches_its_accuracy(tmp_path, capsys):
+    """The accuracy asked of every seed (`benchmarks.quickstart`). That kills change no bit, see test_resume."""
+    folder, steps = tmp_path / "run", load_config(QUICKSTART).trainer.total_steps
+    run = quickstart(folder)
+    try:
+        for n, kind in enumerate((*ACTORS, "driver"), start=1):
+            run.until_trained(n * steps // 6, timeout_s=600)
+            if kind != "driver":
+                run.kill(kind)
+        run.process.kill()
+        run.process.wait()
+        run.close()
         run = quickstart(folder)
-        try:
-            for n, kind in enumerate(kills, start=1):
-                run.until_trained(n * steps // 6, timeout_s=600)
-                if kind != "driver":
-                    run.kill(kind)
-                    continue
-                run.process.kill()
-                run.process.wait()
-                run.close()
-                run = quickstart(folder)
-            assert run.wait(600) == 0, run.text
-        finally:
-            run.close()
-        summary = json.loads((folder / "summary.json").read_text())
-        assert summary["samples_after"] >= 500
-        accuracy[name] = summary["accuracy_after"]
-    audit(folder, [load_config(QUICKSTART).trainer.mini_batch_groups] * steps, staleness_bound=1)
+        assert run.wait(600) == 0, run.text
+    finally:
+        run.close()
+    summary = json.loads((folder / "summary.json").read_text())
     with capsys.disabled():
-        print("\nheld-out accuracy:", ", ".join(f"{value:.3f} {name}" for name, value in accuracy.items()))
-    assert accuracy["disturbed"] == pytest.approx(accuracy["undisturbed"], abs=0.03)
+        print(f"\nheld-out accuracy: {summary['accuracy_after']:.3f}")
+    audit(folder, [load_config(QUICKSTART).trainer.mini_batch_groups] * steps, staleness_bound=1)
+    assert summary["samples_after"] >= 500
+    assert summary["accuracy_after"] >= 0.85
 
 
 def quickstart(folder: Path) -> FaultyRun:
