@@ -105,7 +105,7 @@ class Run:
     async def announce(self, version): ...
     async def publish(self, version, trained=None, rolling=False, starved_s=0.0): ...
 
-    async def rollback(self, step):
+    async def rollback(self, step, total_groups):
         self.lineage += 1
         return PolicyVersion(self.lineage - 2, 0) if self.lineage > 1 else None
 
@@ -156,6 +156,48 @@ async def test_each_checkpoint_is_rated_by_the_validation_of_its_own_weights(tmp
         (step, {"validation/reward": rewards[step]}) for step in (2, 5)
     ]
     assert [(progress.step, when) for progress, _, when in results if when] == [(0, "before"), (5, "after")]
+
+
+async def test_a_checkpoint_that_could_not_be_read_is_never_restored_later(tmp_path, monkeypatch):
+    """Its weights are of groups that have been trained again since."""
+    config = Config()
+    config.trainer.total_steps, config.trainer.mini_batch_groups = 5, 1
+    config.checkpoint = CheckpointConfig(every_steps=1, keep_last=0, export_hf="none")
+    run, store = Run(config, {}), CheckpointStore(tmp_path / "checkpoints", config.checkpoint)
+    restored: list[int] = []
+    opened, load = store.open, run.load
+
+    def open_(path):
+        if path.name == "step_000003" and not restored:
+            raise CheckpointError("the network disk did not answer")
+        return opened(path)
+
+    async def load_(path):
+        restored.append(int(path.parent.name.removeprefix("step_")))
+        await load(path)
+
+    monkeypatch.setattr(store, "open", open_)
+    monkeypatch.setattr(run, "load", load_)
+    validation = ValidationSchedule(config, run, store, Recorder("driver"), lambda *result: None)
+    loop = TrainLoop(config, derive(config), run, run, run, run, validation, run, Recorder("driver"), store)
+    await loop.begin(None)
+    await asyncio.wait_for(loop.run(), 60)
+    assert restored == [2]
+    assert [c.taken for c in store.all()] == [(0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
+    assert len(list(store.folder.glob("abandoned_step_000003_*"))) == 1
+
+
+def test_what_a_run_does_not_go_on_from_is_set_aside(tmp_path):
+    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=0), counts=lambda found: found.metadata.step != 1)
+    for lineage, step in ((0, 1), (0, 2), (0, 3), (1, 3), (1, 4)):
+        store.complete(store.begin(step), CheckpointMetadata(step, PolicyVersion(lineage, step), step, step))
+    (tmp_path / "step_000004/metadata.json").write_text("{")
+    store.abandon_after(store.newest_intact())
+    assert [c.taken for c in store.all()] == [(0, 2), (1, 3)]
+    aside = sorted(path.name.rpartition("_")[0] for path in tmp_path.glob("abandoned_*"))
+    assert aside == ["abandoned_step_000001", "abandoned_step_000004"]
+    store.abandon_after(None)
+    assert store.all() == []
 
 
 async def test_a_run_that_ended_and_goes_on_has_the_versions_of_one_that_never_ended(tmp_path):

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from asyncrl.models.config import CheckpointError
 from asyncrl.processes.identity import Process
 from asyncrl.run import driver_epoch
 from asyncrl.run.driver_epoch import FOLDER, DriverEpoch, EpochOver, InUse, _created
-from asyncrl.run.resume import valid_checkpoints
+from asyncrl.run.resume import counts
 from asyncrl.run.run_folder import RunFolder
 from asyncrl.trainer.checkpoints import CheckpointMetadata, CheckpointStore
 from asyncrl.types.versions import PolicyVersion
@@ -149,8 +150,8 @@ def test_a_checkpoint_that_a_driver_completes_after_its_epoch_does_not_count(tmp
         store.complete(store.begin(step), metadata)
 
     def valid() -> dict[str, str]:
-        found = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig())
-        return {c.path.name: found.digest(c) for c in valid_checkpoints(tmp_path, found)}
+        found = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), counts=partial(counts, tmp_path))
+        return {checkpoint.path.name: checkpoint.digest for checkpoint in found.all()}
 
     first = DriverEpoch.take(tmp_path, 0)
     stopped = store(first)

@@ -11,7 +11,7 @@ from asyncrl.models.config import CheckpointError
 from asyncrl.run.driver_epoch import written_too_late
 from asyncrl.sample_queue.ledger import FILE as LEDGER
 from asyncrl.sample_queue.ledger import LedgerError, read_meta, reading
-from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore
+from asyncrl.trainer.checkpoints import Checkpoint
 from asyncrl.types.groups import groups_digest
 from asyncrl.types.versions import PolicyVersion
 
@@ -25,13 +25,9 @@ class ResumePoint:
     journal: Path | None
 
 
-def valid_checkpoints(run: Path, store: CheckpointStore) -> list[Checkpoint]:
-    """Checkpoints of the run in the order in which they were taken, without those written after a driver's epoch."""
-    return [
-        checkpoint
-        for checkpoint in store.all()
-        if not written_too_late(run, checkpoint.metadata.driver_epoch, checkpoint.path.name, store.digest(checkpoint))
-    ]
+def counts(run: Path, checkpoint: Checkpoint) -> bool:
+    """False for a checkpoint that its driver wrote after its epoch. Raises CheckpointError."""
+    return not written_too_late(run, checkpoint.metadata.driver_epoch, checkpoint.path.name, checkpoint.digest)
 
 
 def resume_point(checkpoint: Checkpoint | None, older: Sequence[Checkpoint], journals: Iterable[Path]) -> ResumePoint:

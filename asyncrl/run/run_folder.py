@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ from asyncrl.observability.telemetry.log import LOGS, LogConfig
 from asyncrl.run.driver_epoch import FOLDER as DRIVERS
 from asyncrl.run.driver_epoch import DriverEpoch, InUse, wait_for_previous
 from asyncrl.run.preflight import FINGERPRINT, Preflight
-from asyncrl.run.resume import ResumePoint, resume_point, valid_checkpoints
+from asyncrl.run.resume import ResumePoint, counts, resume_point
 from asyncrl.run.shutdown import Shutdown, say
 from asyncrl.sample_queue.journal import COPIES, newest_copy
 from asyncrl.sample_queue.ledger import FILE as LEDGER
@@ -200,12 +201,12 @@ class RunFolder:
         self.checkpoint, self.checkpoints = None, self._store(self.epoch.number, self.epoch.check)
 
     def _store(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> CheckpointStore:
-        return CheckpointStore(self.path / "checkpoints", self._config.checkpoint, epoch, check)
+        folder, count = self.path / "checkpoints", functools.partial(counts, self.path)
+        return CheckpointStore(folder, self._config.checkpoint, epoch, check, count)
 
     def _valid_checkpoints(self) -> dict[str, str]:
         """Name → digest, in the order in which they were taken."""
-        store = self._store()
-        return {c.path.name: store.digest(c) for c in valid_checkpoints(self.path, store)}
+        return {checkpoint.path.name: checkpoint.digest for checkpoint in self._store().all()}
 
     def _resume_point(self, wanted: Path | None, valid: Mapping[str, str]) -> ResumePoint:
         """``wanted``: a checkpoint; None for the newest intact one. Raises CheckpointError, LedgerError."""
@@ -228,10 +229,7 @@ class RunFolder:
         self.epoch.found(valid)
         (self.path / SUMMARY_FILE).unlink(missing_ok=True)  # of an end that was none
         self.checkpoint = point.checkpoint
-        for other in self.checkpoints.all():
-            later = self.checkpoint is not None and other.taken > self.checkpoint.taken
-            if later or other.path.name not in valid:
-                other.path.rename(other.path.with_name(f"abandoned_{other.path.name}_{time.time_ns()}"))
+        self.checkpoints.abandon_after(self.checkpoint)
         if point.journal is not None and point.journal != self.journal:
             self._restore_journal(point.journal)
 

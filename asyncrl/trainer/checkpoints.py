@@ -5,6 +5,7 @@
     checkpoints/step_000015.1.partial/  being written by the first driver; left by a crash, never read
     checkpoints/step_000009.trash/      being deleted
     checkpoints/step_000012.replaced/   the old one, while a new one of the same step takes its name
+    checkpoints/abandoned_step_…/       from which the run did not go on, for the user to delete
     checkpoints/final                   → step_000020, a relative link
 
 One process writes, any may read::
@@ -26,6 +27,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -77,11 +79,17 @@ class Checkpoint:
         lineage, whose later checkpoints are obsolete."""
         return self.metadata.version.lineage, self.metadata.step
 
+    @property
+    def digest(self) -> str:
+        """Identifies its content, by the checksums of its files as they were written."""
+        path = self.path / _CHECKSUMS
+        return xxhash.xxh3_64_hexdigest(path.read_bytes() if path.is_file() else b"")
+
 
 class CheckpointStore:
     """Checkpoints in ``folder``; ``config`` decides which are kept. ``driver_epoch``: of the driver that writes here;
-    ``check`` raises once a newer one does. Raises OSError if the folder cannot be written; existing checkpoints then
-    stay whole."""
+    ``check`` raises once a newer one does; ``counts``: False for a checkpoint of an earlier driver that came later, of
+    which nothing here knows. Raises OSError if the folder cannot be written; existing checkpoints then stay whole."""
 
     def __init__(
         self,
@@ -89,9 +97,10 @@ class CheckpointStore:
         config: CheckpointConfig,
         driver_epoch: int = 0,
         check: Callable[[], None] = lambda: None,
+        counts: Callable[[Checkpoint], bool] = lambda checkpoint: True,
     ) -> None:
         self.folder, self.driver_epoch = folder, driver_epoch
-        self._config, self._check = config, check
+        self._config, self._check, self._counts = config, check, counts
         self._ratings: dict[tuple[int, int], dict[str, float]] = {}
         self._awaited: set[tuple[int, int]] = set()
         self._naming = threading.Lock()  # one thread writes checkpoints while another rates them
@@ -119,7 +128,7 @@ class CheckpointStore:
         Everything is on disk before the folder gets its name in one rename. An existing checkpoint of the step is
         renamed away first, and deleted afterwards; a crash in between leaves the preceding checkpoint as the newest,
         and `sweep` restores the old one of this step. If a newer driver began meanwhile, the checkpoint may have got
-        its name, but the newer driver ignores it."""
+        its name, but does not count for the newer driver."""
         if partial != self._partial(metadata.step):
             raise ValueError(f"expected the folder that begin({metadata.step}) returned, found {partial}")
         (partial / _METADATA).write_text(_json(asdict(metadata)))
@@ -167,7 +176,8 @@ class CheckpointStore:
     def all(self) -> list[Checkpoint]:
         """Whole checkpoints in the order in which they were taken. Files are not verified; `open` does that.
 
-        A folder without metadata.json is being deleted and left out, and so is one whose metadata cannot be read."""
+        A folder without metadata.json is being deleted and left out, and so is one whose metadata cannot be read, or
+        that does not count."""
         found = []
         for path in self._paths():
             try:
@@ -177,7 +187,7 @@ class CheckpointStore:
                 continue
             if metadata is not None:
                 found.append(Checkpoint(path, metadata, _rating(path)))
-        return sorted(found, key=lambda c: c.taken)
+        return sorted(filter(self._counts, found), key=lambda c: c.taken)
 
     def newest(self) -> Checkpoint | None:
         return found[-1] if (found := self.all()) else None
@@ -191,10 +201,16 @@ class CheckpointStore:
                 log.warning("%s. Trying the checkpoint before", e)
         return None
 
-    def digest(self, checkpoint: Checkpoint) -> str:
-        """Identifies its content, by the checksums of its files as they were written."""
-        path = checkpoint.path / _CHECKSUMS
-        return xxhash.xxh3_64_hexdigest(path.read_bytes() if path.is_file() else b"")
+    def abandon_after(self, checkpoint: Checkpoint | None) -> None:
+        """Rename the checkpoints that the run does not go on from: those taken after this one (None: all), and those
+        that cannot be read now or do not count. Read later, they would have weights of groups that are trained again.
+        """
+        with self._naming:
+            before = {c.path for c in self.all() if checkpoint is not None and c.taken <= checkpoint.taken}
+            for path in self._paths():
+                if path not in before and (path / _METADATA).exists():
+                    log.info("%s is set aside: the run goes on without it", path)
+                    path.rename(path.with_name(f"abandoned_{path.name}_{time.time_ns()}"))
 
     def open(self, path: Path) -> Checkpoint:
         """The checkpoint at ``path`` (or at the target of a link), with every file verified.
