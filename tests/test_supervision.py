@@ -389,6 +389,25 @@ async def test_a_queue_is_supervised_while_the_rollouter_does_not_answer():
         await until(lambda: len(world.of("starting queue")) == 2)
 
 
+async def test_a_rollouter_that_answers_late_uses_the_newest_queue():
+    world, answers, used = World(), asyncio.Event(), []
+
+    async def late(handle):
+        await answers.wait()
+        await asyncio.sleep(0.05 if not used else 0)  # the first call may come last
+        used.append(handle)
+
+    world.rollouters.shards[0].replace_queue = late
+    async with started(world):
+        for count in (2, 3):
+            world.queue.handle.death.set()
+            await until(lambda count=count: len(world.of("starting queue")) == count)
+        answers.set()
+        await until(lambda: used)
+        await asyncio.sleep(0.1)
+        assert used == [world.queue.handle]
+
+
 @pytest.mark.parametrize("error", [ActorStartFailed("replica/0", "ImportError: no"), ValueError("no such layer")])
 async def test_an_exception_in_an_actor_s_startup_ends_the_run_at_once(error):
     world = World()

@@ -211,10 +211,12 @@ class Supervisor:
 
     async def _queue(self, tasks: asyncio.TaskGroup) -> None:
         why: str | None = None
+        replacing: list[asyncio.Task[None]] = []
         while True:
             await self.start("queue", self._cluster.start_queue, why)
-            # concurrent, because a stopped rollouter answers only after its own restart
-            tasks.create_task(self._cluster.rollouters.replace_queue(self._cluster.queue.handle))
+            # Concurrent, because a stopped rollouter answers only after its own restart. Then the last one must win.
+            await cancelled(replacing)
+            replacing = [tasks.create_task(self._cluster.rollouters.replace_queue(self._cluster.queue.handle))]
             self._up["queue"].set()
             try:
                 await self._queue_death()
@@ -224,9 +226,11 @@ class Supervisor:
     async def _endpoint(self, shard: int, tasks: asyncio.TaskGroup) -> None:
         why: str | None = None
         client, rollouter = self._cluster.endpoints[shard], self._cluster.rollouters.shards[shard]
+        replacing: list[asyncio.Task[None]] = []
         while True:
             await self.start(client.name, lambda: self._cluster.start_endpoint(shard), why)
-            tasks.create_task(rollouter.replace_endpoint(client.handle))
+            await cancelled(replacing)  # as in `_queue`
+            replacing = [tasks.create_task(rollouter.replace_endpoint(client.handle))]
             self._up[client.name].set()
             try:
                 await client.once.alive()
