@@ -91,6 +91,28 @@ async def lease(queue, step):
     return lease
 
 
+async def test_a_reset_does_not_wait_for_an_agent_loop_that_ignores_its_cancellation(inputs, monkeypatch):
+    async def stubborn():
+        while not ended:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    ended: list[int] = []
+    monkeypatch.setattr("asyncrl.rollouter.actors._UNWINDING_S", 0.1)
+    monkeypatch.setattr("os._exit", ended.append)
+    async with rollouter(inputs, monkeypatch) as (actor, queue), running(actor):
+        await queue.publish(PolicyVersion(0, 0))
+        await lease(queue, 1)
+        rolling_out, actor._rolling_out = actor._rolling_out, asyncio.create_task(stubborn())
+        await asyncio.sleep(0)
+        await actor.reset()
+        assert ended == [1]
+        for task in (rolling_out, actor._rolling_out):
+            task.cancel()
+        await asyncio.wait([rolling_out, actor._rolling_out])
+        actor._rolling_out = None
+
+
 class Outliving:
     """A queue whose calls outlive their cancelled callers, as those of another process do."""
 

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 SYNC_GATHER_S = 0.2  # for answers to calls of a sync session; a phase takes longer where there are many
 GATHER_S = 0.05  # for those to calls of a rollouter; a freed slot has its next request already
+_UNWINDING_S = 60.0  # for samples to end after their cancellation
 _LOOPS = 10**6  # tokens for the loops of one rollouter, more than it ever runs
 
 
@@ -293,12 +294,17 @@ class RollouterActor(SupervisedActor):
         await (super().alive() if self._serving is None else asyncio.shield(self._serving))
 
     async def reset(self) -> None:
-        """Restart the loop after a rollback of the trainer: snapshots in-flight groups and re-admits them."""
+        """Restart the loop after a rollback of the trainer: snapshots in-flight groups and re-admits them. Ends this
+        process if a sample does not end, so that its successor goes on."""
         if self._loop is not None and self._rolling_out is not None:
             loop, self._loop = self._loop, None  # park it only once; `_roll_out` sets the next one after recovery
             await loop.park()
-            self._rolling_out.cancel()
-            await asyncio.wait({self._rolling_out})
+            rolling_out = self._rolling_out  # `run` replaces it as soon as it has ended
+            rolling_out.cancel()
+            await asyncio.wait({rolling_out}, timeout=_UNWINDING_S)
+            if not rolling_out.done():
+                log.error("an agent loop still runs %g s after it was cancelled; this process ends", _UNWINDING_S)
+                os._exit(1)
 
     async def validate(self) -> Validated:
         """This shard's part of the validation prompts."""

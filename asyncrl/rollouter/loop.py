@@ -143,10 +143,11 @@ class RolloutLoop:
         """Roll out until the queue is closed: first the groups of ``recovery``, then the prompts after its last uid.
 
         Raises the errors of agent loops and of the queue, and NothingToTrain."""
+        # in a thread: mixtures and curricula go through all groups of the run, which takes long after millions
         if self._prompts.adapts:
-            self._prompts.continue_from(recovery.history)
+            await asyncio.to_thread(self._prompts.continue_from, recovery.history)
         elif recovery.last_uid is not None:
-            self._prompts.continue_after(recovery.last_uid)
+            await asyncio.to_thread(self._prompts.continue_after, recovery.last_uid)
         self._drawn = recovery.issued
         self._upcoming = {item.uid: self._recover(item) for item in recovery.in_flight}
         async with asyncio.TaskGroup() as tasks:
