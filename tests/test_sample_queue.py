@@ -602,6 +602,32 @@ async def test_a_rollback_returns_groups_in_order_and_nothing_starts_before_the_
     assert await issue == 3
 
 
+async def test_a_rollback_to_steps_of_another_size_admits_the_groups_that_the_steps_left_need(tmp_path):
+    journal = Journal(tmp_path)
+    q = queue(per_version=4, threshold="1", total=2, records=journal)
+    await q.publish(PolicyVersion(0, 0))
+    assert await begin(q, "abc") == 2
+    await q.rollback(0, 3)
+    again = queue(per_version=4, threshold="1", total=2, records=journal)  # the queue's process died
+    await again.publish(PolicyVersion(1, 0), 0)
+    assert (await again.issue(tickets("abcd"), 4)).started == ["a", "b", "c"]
+    await journal.close()
+
+
+async def test_a_new_rollouter_learns_of_no_group_that_may_not_be_on_disk(tmp_path):
+    """Else its next call would leave a gap if the queue died now."""
+    journal = Journal(tmp_path)
+    q = queue(per_version=8, records=journal, shards=2)
+    await q.publish(PolicyVersion(0, 0))
+    first, second = Holder(0, 1), Holder(1, 1)
+    recovery = asyncio.create_task(q.recover(second))
+    await asyncio.sleep(0)
+    issued = asyncio.create_task(q.issue(tickets("ab"), 2, first))
+    assert (await recovery).issued == 0
+    assert (await issued).issued == 2
+    await journal.close()
+
+
 async def test_after_a_rollback_a_group_in_flight_waits_for_its_place():
     q = queue(per_version=2, threshold="0")
     await q.publish(PolicyVersion(0, 0))

@@ -66,11 +66,6 @@ class Cluster:
         self._journal, self._logs = folder.journal, folder.logs
         self._placement = Placement(config)
         self._handles: list[Any] = []
-        begun = folder.checkpoint.metadata if folder.checkpoint is not None else None
-        self._total_groups = preflight.derived.total_groups
-        if begun is not None:  # steps may have had another size before
-            steps_left = max(0, config.trainer.total_steps - begun.step)
-            self._total_groups = begun.trained + steps_left * preflight.derived.groups_per_step
         self._actors: dict[str, ActorClient] = {}  # the newest of each name
         self._processes: dict[str, tuple[str, Process]] = {}  # actor → node id and process, once it answers
         self._epoch = folder.epoch.number
@@ -275,7 +270,7 @@ class Cluster:
             self._journal,
             derived.groups_per_version,
             (threshold.numerator, threshold.denominator),
-            self._total_groups,
+            derived.total_groups,  # a resumed run says how many when it goes back to its checkpoint
             options.queue_policy,
             options.overdue,
             self._preflight.model.vocab_size,

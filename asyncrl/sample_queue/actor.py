@@ -129,8 +129,8 @@ class SampleQueueActor(SupervisedActor):
     async def release(self, step: int) -> None:
         await self._queue.release(step)
 
-    async def rollback(self, step: int) -> Any:
-        return await self._queue.rollback(step)
+    async def rollback(self, step: int, total_groups: int | None = None) -> Any:
+        return await self._queue.rollback(step, total_groups)
 
     async def skip(self, uids: list[str]) -> None:
         await self._queue.skip(uids)

@@ -24,6 +24,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from asyncrl.observability.telemetry.clock import now_s
@@ -135,12 +136,14 @@ class SampleQueue:
         if holder.shard not in self._recovered:  # it is about to ask for its share
             self._recovered.add(holder.shard)
             self._forget_room()
-        await self._commit()  # also wakes calls of the previous holder, which fail
+        # as of now: what other shards change during the commit may be on disk later than it
+        issued, last_uid = self._table.issued, self._table.last_uid
         in_flight = [group for group in self._table.in_state(IN_FLIGHT) if self._shard_of(group) == holder.shard]
+        await self._commit()  # also wakes calls of the previous holder, which fail
         snapshots = self._records.snapshots({group.uid: group.attempt for group in in_flight})
         return Recovery(
-            self._table.issued,
-            self._table.last_uid,
+            issued,
+            last_uid,
             [InFlight(_ticket(group), snapshots.get(group.uid, []), group.attempt) for group in in_flight],
             self._records.history() if history else [],
         )
@@ -287,10 +290,14 @@ class SampleQueue:
         self._abandoned += 1
         await self._commit()
 
-    async def rollback(self, step: int) -> PolicyVersion | None:
+    async def rollback(self, step: int, total_groups: int | None = None) -> PolicyVersion | None:
         """Goes back to the state after ``step``: groups leased, or trained later, are queued in order, and no group
-        starts before the next `publish`. Returns the last version announced, in any lineage."""
+        starts before the next `publish`. Returns the last version announced, in any lineage. ``total_groups``: that the
+        run trains from now on, if they are not as many as before: steps may have had another size before ``step``."""
         self._table.roll_back(step)
+        if total_groups is not None and total_groups != self._admission.total_groups:
+            self._changes.meta["total_groups"] = total_groups
+            self._admit(total_groups)
         self._versions.withdraw()
         self._close_because(None)
         self._abandoned += 1
@@ -387,8 +394,13 @@ class SampleQueue:
         self._changes = Changes()
         self._table = GroupTable(found, self._changes)
         self._versions = VersionTable(found, self._changes)
-        self._schedule = Schedule(self._table, self._versions, self._admission, self._order, self._overdue)
+        self._admit(self._admission.total_groups if found.total_groups is None else found.total_groups)
         self._closed, self._holders = found.closed, found.holders
+
+    def _admit(self, total_groups: int) -> None:
+        """Start no more than so many groups that are not dropped."""
+        self._admission = replace(self._admission, total_groups=total_groups)
+        self._schedule = Schedule(self._table, self._versions, self._admission, self._order, self._overdue)
 
     async def _commit(self) -> None:
         """Returns once all changes so far, of this call and of earlier ones, are on disk. Calls that waited for them

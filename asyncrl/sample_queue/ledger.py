@@ -212,6 +212,7 @@ def recover(db: sqlite3.Connection) -> Recovered:
         last_uid=last_issued[0] if last_issued else None,
         closed=str(meta.get("closed", "")) or None,
         holders=holders(meta),
+        total_groups=meta.get("total_groups"),  # type: ignore[arg-type]
     )
 
 

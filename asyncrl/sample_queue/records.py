@@ -115,7 +115,8 @@ class Recovered:
     groups whose training no restore can undo; ``dropped``: by reason. ``version``: last one published; ``versions``:
     all ever announced, in order; ``served``: those that replicas serve, oldest first, each with the number of groups
     trained when it was published; empty between a rollback and the next publication. ``last_uid``: group issued last.
-    ``closed``: why no more groups are issued, if so. ``holders``: shard → fencing token of its newest rollouter."""
+    ``closed``: why no more groups are issued, if so. ``holders``: shard → fencing token of its newest rollouter.
+    ``total_groups``: that the run trains, as a `SampleQueue.rollback` said last."""
 
     groups: list[GroupRecord] = field(default_factory=list)
     issued: int = 0
@@ -128,6 +129,7 @@ class Recovered:
     last_uid: str | None = None
     closed: str | None = None
     holders: dict[int, int] = field(default_factory=dict)
+    total_groups: int | None = None
 
 
 def holders(meta: Mapping[str, str | int | float]) -> dict[int, int]:

@@ -173,8 +173,7 @@ async def _run(
     goes_on: bool,
 ) -> _Observer:
     derived, recorder, rollout = derive(config), Recorder("simulation"), config.rollout
-    later = (derived.staleness_bound + 1) * derived.groups_per_version if goes_on else 0
-    admission = Admission(derived.groups_per_version, derived.staleness_threshold, derived.total_groups + later)
+    admission = Admission(derived.groups_per_version, derived.staleness_threshold, derived.total_groups)
     options = config.async_training
     queue = SampleQueue(
         admission,
@@ -228,6 +227,9 @@ async def _run(
         if cluster is not None:
             await supervisor.started()
         await trainer.begin(None)
+        if goes_on:  # groups of later steps start, too
+            later = (derived.staleness_bound + 1) * derived.groups_per_version
+            await queue.rollback(0, derived.total_groups + later)
         begun.set()
         await trainer.run()
 

@@ -234,7 +234,9 @@ class TrainLoop:
 
     async def _restore(self) -> None:
         """Restore the last checkpoint in a new lineage."""
-        await self._go_to(await asyncio.to_thread(self._checkpoints.newest_intact))
+        checkpoint = await asyncio.to_thread(self._checkpoints.newest_intact)
+        await asyncio.to_thread(self._checkpoints.abandon_after, checkpoint)
+        await self._go_to(checkpoint)
         await self._rollouter.reset()
 
     async def _go_to(self, checkpoint: Checkpoint | None) -> None:
@@ -242,7 +244,9 @@ class TrainLoop:
         if checkpoint is not None:
             await self._ranks.load(checkpoint.path / "state")
         metadata = checkpoint.metadata if checkpoint is not None else CheckpointMetadata(0, PolicyVersion(0, 0), 0, 0)
-        newest = await self._queue.rollback(metadata.step)
+        steps_left = max(0, self._config.trainer.total_steps - metadata.step)
+        total_groups = metadata.trained + steps_left * self._derived.groups_per_step
+        newest = await self._queue.rollback(metadata.step, total_groups)
         lineage = max(newest.lineage, metadata.version.lineage) + 1 if newest is not None else 0
         of_version = metadata.trained - metadata.trained_at_publish
         # a run that went on there would have begun the next version by now
