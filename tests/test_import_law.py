@@ -107,6 +107,7 @@ def test_the_wall_clock_decides_nothing():
         p for p in FILES if any(clock in p.read_text() for clock in ("time.time(", "time.time_ns(", ".now(", "unix_s("))
     ]
     display = ("observability/sinks/", "observability/report/")
-    display += ("trainer/checkpoints.py", "rollouter/endpoint/session.py")  # the name of a folder, the date of an answer
+    # the name of a folder, the date of an answer
+    display += ("trainer/checkpoints.py", "rollouter/endpoint/session.py")
     display += ("observability/telemetry/clock.py",)
     assert [n for p in reads if not (n := str(p.relative_to(PACKAGE))).startswith(display)] == []

@@ -182,11 +182,6 @@ async def test_closing_wakes_all_waiting_calls():
     await q.close("the end")
     assert await issue == 0
     assert (await lease)[0].closed == "the end"
-    broken = queue()
-    issue = await waits(begin(broken, ["a"]))
-    await broken.close("rank 1 died", failed=True)
-    with pytest.raises(QueueError, match="rank 1 died"):
-        await issue
 
 
 async def test_an_illegal_call_is_refused_with_the_group_and_its_state():
@@ -569,15 +564,11 @@ async def test_a_closed_queue_stays_closed_over_a_restart_until_a_rollback():
     assert await begin(restarted, "a") == 1
 
 
-async def test_the_first_reason_to_close_stays_and_a_failure_is_permanent():
+async def test_the_first_reason_to_close_stays():
     q = queue()
     await q.close("the prompts ended")
     await q.close("the run was stopped")
     assert (await q.lease(1, 1))[0].closed == "the prompts ended"
-    await q.close("rank 1 died", failed=True)
-    await q.close("the prompts ended")
-    with pytest.raises(QueueError, match="rank 1 died"):
-        await q.lease(1, 1)
 
 
 # -- rollback to a checkpoint ------------------------------------------------------------------------------------------

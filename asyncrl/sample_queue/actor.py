@@ -149,9 +149,6 @@ class SampleQueueActor(SupervisedActor):
     async def stats(self) -> dict[str, float]:
         return await self._queue.stats() | self._costs()
 
-    async def close(self, reason: str, failed: bool = False) -> None:
-        await self._queue.close(reason, failed)
-
     async def finish(self) -> dict[str, float]:
         """Closes the ledger and returns the final balance; a repeated call returns it again."""
         stats = await self._queue.finish() | self._costs()

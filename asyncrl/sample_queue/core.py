@@ -118,7 +118,6 @@ class SampleQueue:
         self._abandoned = 0  # steps, by a rollback or a release, which end waiting leases
         self._starved_s = 0.0  # as the trainer last reported
         self._closed: str | None = None
-        self._failure: str | None = None
         self._over = False
         self._load()
 
@@ -164,7 +163,7 @@ class SampleQueue:
 
         Groups in flight may be issued again, before new ones: they keep their place and the earlier deadline, since
         they may continue their tokens. New ones have consecutive places, the first few of which may be taken. Raises
-        QueueError for a place that is too high, or if the run failed."""
+        QueueError for a place that is too high."""
         if not tickets:
             raise QueueError("issue: expected at least one group, found none")
 
@@ -353,11 +352,8 @@ class SampleQueue:
         self._check_holder(holder)
         await self.close(reason)
 
-    async def close(self, reason: str, failed: bool = False) -> None:
-        """Stops issuing groups; the first reason is kept. With ``failed``, all waiting calls raise QueueError."""
-        if failed:
-            self._failure = reason
-            return self._wake()
+    async def close(self, reason: str) -> None:
+        """Stops issuing groups; the first reason is kept."""
         if self._over:
             return
         if self._closed is None:
@@ -419,18 +415,16 @@ class SampleQueue:
         """Wake the calls whose wait is over, and no others: waking one costs much more than asking for it."""
         self._note_room()
         for woken, predicate in self._waiting.items():
-            if not woken.done() and (self._failure is not None or _holds(predicate)):
+            if not woken.done() and _holds(predicate):
                 woken.set_result(None)
 
     async def _wait_until(self, predicate: Callable[[], bool]) -> None:
-        while self._failure is None and not predicate():  # asked again when woken: another call may have come first
+        while not predicate():  # asked again when woken: another call may have come first
             self._waiting[woken := asyncio.get_running_loop().create_future()] = predicate
             try:
                 await woken
             finally:
                 del self._waiting[woken]
-        if self._failure is not None:
-            raise QueueError(f"the run failed: {self._failure}")
 
     def _outdated(self, holder: Holder) -> bool:
         return holder.token < self._holders.get(holder.shard, 0)
