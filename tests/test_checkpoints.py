@@ -15,6 +15,7 @@ from asyncrl.config.checks import derive
 from asyncrl.config.schema import CheckpointConfig, Config
 from asyncrl.models.config import CheckpointError
 from asyncrl.observability.telemetry.recorder import Recorder
+from asyncrl.sample_queue.group_state import QueueError
 from asyncrl.sample_queue.messages import Lease, LeasedGroup
 from asyncrl.trainer.checkpoints import PARTIAL, CheckpointMetadata, CheckpointStore
 from asyncrl.trainer.loop import NoNewStep, TrainLoop
@@ -185,6 +186,29 @@ async def test_a_checkpoint_that_could_not_be_read_is_never_restored_later(tmp_p
     assert restored == [2]
     assert [c.taken for c in store.all()] == [(0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
     assert len(list(store.folder.glob("abandoned_step_000003_*"))) == 1
+
+
+async def test_a_run_that_cannot_go_back_so_far_leaves_its_checkpoints_for_a_resume(tmp_path, monkeypatch):
+    config = Config()
+    config.trainer.total_steps, config.trainer.mini_batch_groups = 5, 1
+    config.checkpoint = CheckpointConfig(every_steps=1, keep_last=0, export_hf="none")
+    run, store = Run(config, {}), CheckpointStore(tmp_path / "checkpoints", config.checkpoint)
+
+    def unreadable(path):
+        raise CheckpointError("the network disk does not answer")
+
+    async def refuses(step, total_groups):
+        if run.died:
+            raise QueueError(f"cannot go back to step {step}")
+
+    monkeypatch.setattr(store, "open", unreadable)
+    monkeypatch.setattr(run, "rollback", refuses)
+    validation = ValidationSchedule(config, run, store, Recorder("driver"), lambda *result: None)
+    loop = TrainLoop(config, derive(config), run, run, run, run, validation, run, Recorder("driver"), store)
+    await loop.begin(None)
+    with pytest.raises(QueueError, match="cannot go back to step 0"):
+        await asyncio.wait_for(loop.run(), 60)
+    assert [c.metadata.step for c in store.all()] == [1, 2, 3]
 
 
 def test_what_a_run_does_not_go_on_from_is_set_aside(tmp_path):

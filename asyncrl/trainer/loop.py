@@ -235,8 +235,9 @@ class TrainLoop:
     async def _restore(self) -> None:
         """Restore the last checkpoint in a new lineage."""
         checkpoint = await asyncio.to_thread(self._checkpoints.newest_intact)
-        await asyncio.to_thread(self._checkpoints.abandon_after, checkpoint)
         await self._go_to(checkpoint)
+        # only now: where the queue cannot go back so far, the run ends, and may be resumed from a later one
+        await asyncio.to_thread(self._checkpoints.abandon_after, checkpoint)
         await self._rollouter.reset()
 
     async def _go_to(self, checkpoint: Checkpoint | None) -> None:
