@@ -163,8 +163,7 @@ class Cluster:
 
     async def start_ranks(self) -> None:
         """All ranks, with the run's initial weights."""
-        for name in self.rank_names:
-            await self.kill(name)
+        await asyncio.gather(*map(self.kill, self.rank_names))  # each may wait for a machine that is gone
         self.senders.update({name: self._make_rank(i, name) for i, name in enumerate(self.rank_names)})
         self.ranks = RankGroup(list(self.senders.values()), self._config.supervision.train_s)
         await self._started(list(self.senders.values()), self.ranks.start())

@@ -111,6 +111,7 @@ class CheckpointSaver:
             if self._journal_copy is not None:  # no driver has taken over, which might restore an older one
                 await asyncio.to_thread(remove_older_copies, self._journal_copy)
             if last:
-                self._checkpoints.mark_final(checkpoint)
+                await asyncio.to_thread(self._checkpoints.mark_final, checkpoint)
         log.info("checkpoint of step %d written to %s", metadata.step, checkpoint.path)
-        await self._queue.covered(min(c.metadata.step for c in self._checkpoints.all()[-restorable:]))
+        kept = await asyncio.to_thread(self._checkpoints.all)
+        await self._queue.covered(min(c.metadata.step for c in kept[-restorable:]))

@@ -252,9 +252,10 @@ class CheckpointStore:
         """Rename the checkpoints to delete, and return their new paths: removal may take minutes, so the caller does it
         without the lock. Keeps the newest ``keep_last`` (0: all), the best ``keep_best``, and those still being rated.
         Of equal ratings the newer checkpoint wins; one without a finite rating is never among the best."""
-        found, config = self.all(), self._config
+        config = self._config
         if not config.keep_last:
             return []
+        found = self.all()
         sign = 1.0 if config.best_is == "highest" else -1.0
         values = {c.path: sign * c.rating.get(config.best_metric, math.nan) for c in found}
         rated = sorted((c for c in found if math.isfinite(values[c.path])), key=lambda c: (values[c.path], c.taken))

@@ -118,15 +118,11 @@ class Activity:
         wanted = set(names)
         found: list[Interval] = []
         for name in wanted:
-            for owner, known in self._closed.get(name, {}).items():
-                if actor is None or owner == actor:
-                    found += clip(known, since_s, until_s)
-        still_open = [
-            (span.start_s, span.end_s)
-            for spans in self._open.values()
-            for span in spans
-            if span.name in wanted and (actor is None or span.actor == actor)
-        ]
+            closed = self._closed.get(name, {})
+            for known in closed.values() if actor is None else [closed.get(actor, [])]:
+                found += clip(known, since_s, until_s)
+        opened = self._open.values() if actor is None else [self._open.get(actor, [])]
+        still_open = [(span.start_s, span.end_s) for spans in opened for span in spans if span.name in wanted]
         return clip(union(found + still_open), since_s, until_s)
 
     def share(self, names: Iterable[str], since_s: float, until_s: float, actors: Sequence[str] | None = None) -> float:
