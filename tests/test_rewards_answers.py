@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.data.boxed import last_boxed
+from asyncrl.rollouter.rewards import math_verify
 from asyncrl.rollouter.rewards.base import Answer, find_reward
 from asyncrl.rollouter.rewards.pool import RewardPool
 from tests.support.rewards import PROMPT, import_problem
@@ -110,6 +111,15 @@ async def test_a_prompt_whose_answer_is_no_expression_fails_the_sample():
     (result,) = await scored("", r"\boxed{3}", function="math_verify")
     assert result.error == "reward_error"
     assert "expected a mathematical expression as the prompt's answer, found ''" in result.message
+
+
+def test_an_answer_that_once_took_too_long_to_parse_is_parsed_again(monkeypatch):
+    math_verify._expected.cache_clear()
+    monkeypatch.setattr(math_verify, "_parsed", lambda text: [])  # as after its time limit
+    with pytest.raises(ValueError, match="expected a mathematical expression as the prompt's answer, found '7'"):
+        math_verify._expected("7")
+    monkeypatch.setattr(math_verify, "_parsed", lambda text: [text])
+    assert math_verify._expected("7") == [r"\boxed{7}"]
 
 
 def test_math_verify_without_its_package_is_refused_with_the_command_that_installs_it(monkeypatch):

@@ -20,6 +20,7 @@ from asyncrl.config.schema import RewardConfig
 from asyncrl.plugins.registry import UnknownPart
 from asyncrl.rollouter.rewards.base import Answer, prepare
 from asyncrl.rollouter.rewards.pool import RewardError, RewardPool
+from asyncrl.rollouter.rewards.weighted import Weighted, _Part
 from asyncrl.types.trajectories import Trajectory, TrajectorySequence
 from tests.support.rewards import PROMPT, import_problem, pool_of
 
@@ -311,6 +312,24 @@ async def test_several_functions_are_summed_with_weights():
     assert (result.error, result.reward) == (None, 1.5)
     expected = {"reward_exact": 1.0, "length": 2.0, "reward_turns": 2.0, "turns/length": 7.0}
     assert result.metrics == expected
+
+
+async def test_no_part_of_a_sum_goes_on_after_another_has_failed():
+    ended = []
+
+    async def slow(prompt, response):
+        await asyncio.sleep(0.05)
+        ended.append(response)
+        return 1.0
+
+    async def fails(prompt, response):
+        raise ValueError("the judge refuses")
+
+    of = Weighted()
+    of._parts = {"fails": _Part(fails, 1.0, {}), "slow": _Part(slow, 1.0, {})}
+    with pytest.raises(ValueError, match="the judge refuses"):
+        await of(PROMPT, "ab", {})
+    assert ended == ["ab"]
 
 
 @pytest.mark.parametrize(

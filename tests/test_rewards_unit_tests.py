@@ -69,10 +69,13 @@ async def test_tests_that_expect_more_output_than_is_kept_are_at_fault_not_the_p
     async with rewards() as pool:
         (right, wrong) = await pool.score([Answer(prompt(long), program) for program in programs])
         (loud,) = await pool.score([Answer(prompt([{"stdin": "", "stdout": "1"}]), programs[1])])
+        noisy = block("import sys\nprint('ab' * 1000)\nprint('x' * 99999, file=sys.stderr)")
+        (noisy_right,) = await pool.score([Answer(prompt([{"stdin": "", "stdout": "ab" * 1000}]), noisy)])
     assert right.error == "reward_error"
     assert "sandbox.output_kb" in right.message
     assert (wrong.error, wrong.reward) == (None, 0.0)
     assert (loud.error, loud.reward) == (None, 1.0)
+    assert (noisy_right.error, noisy_right.reward) == (None, 1.0)
 
 
 @pytest.mark.agents

@@ -204,7 +204,8 @@ def _reward_problems(config: Config, cpus: int | None, prompts: Sequence[Prompt]
     """A reward function that does not load, tried in a worker: its code must not run where all secrets are. Or one that
     needs sandboxes where there are none, or columns that a prompt lacks."""
     if missing := unset_secrets(config.reward.secrets):
-        return missing if cpus is not None else []  # a cluster may set them where the rollouter runs, which checks too
+        # a cluster may set them where the rollouter runs, which checks too
+        return [missing] if cpus is not None else []
     try:
         taken = tried(config.reward) if config.reward.has_function else frozenset()
     except RewardError as e:

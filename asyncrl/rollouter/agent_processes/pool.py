@@ -62,7 +62,7 @@ class AgentProcesses:
         `START_TIMEOUT_S`, a program is not found or a secret is missing; nothing is left running then."""
         options = self._options
         if missing := unset_secrets(options.secrets, f"{OPTION}.secrets"):
-            raise AgentError(missing[0])
+            raise AgentError(missing)
         self._python = program("python", options.python or sys.executable, search_path())
         if options.command:
             self._program = program("command", options.command[0], search_path(self._python if options.python else ""))

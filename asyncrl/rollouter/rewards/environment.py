@@ -21,9 +21,9 @@ def worker_environment(secrets: Sequence[str], folder: str) -> dict[str, str]:
     return kept | {name: os.environ[name] for name in secrets} | own
 
 
-def unset_secrets(secrets: Sequence[str], option: str = "reward.secrets") -> list[str]:
-    """One line if variables that ``option`` names are not set here."""
+def unset_secrets(secrets: Sequence[str], option: str = "reward.secrets") -> str | None:
+    """What to do if variables that ``option`` names are not set here."""
     missing = [name for name in secrets if name not in os.environ]
     if not missing:
-        return []
-    return [f"{option}: expected the environment variable {', '.join(missing)}, found none; set it, or remove it"]
+        return None
+    return f"{option}: expected the environment variable {', '.join(missing)}, found none; set it, or remove it"

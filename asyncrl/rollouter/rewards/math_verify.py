@@ -35,8 +35,6 @@ class MathVerify:
         from math_verify import verify
 
         expected = _expected(prompt.answer)
-        if not expected:
-            raise ValueError(f"expected a mathematical expression as the prompt's answer, found {prompt.answer!r}")
         boxed = last_boxed(response)
         found = _parsed(response[-TAIL:] if boxed is None else f"\\boxed{{{boxed}}}")
         correct = float(verify(expected, found, timeout_seconds=LIMIT_S))
@@ -45,7 +43,10 @@ class MathVerify:
 
 @lru_cache(maxsize=64)  # a group has one prompt
 def _expected(answer: str) -> Any:
-    return _parsed(answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}")
+    """Raises ValueError if there is none. It is not cached: parsing may have had too little CPU time."""
+    if not (found := _parsed(answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}")):
+        raise ValueError(f"expected a mathematical expression as the prompt's answer, found {answer!r}")
+    return found
 
 
 def _parsed(text: str) -> Any:

@@ -35,7 +35,8 @@ class _Part:
 
 
 class Weighted:
-    """A call's functions run concurrently if they are ``async``. One that raises fails the sample."""
+    """A call's functions run concurrently if they are ``async``. One that raises fails the sample, when all have ended:
+    none may keep a sandbox beyond its call."""
 
     def __init__(self) -> None:
         self._parts: dict[str, _Part] = {}
@@ -59,7 +60,12 @@ class Weighted:
             returned = part.function(prompt, response, **more, **part.args)
             return checked(await returned if inspect.isawaitable(returned) else returned)
 
-        outcomes = dict(zip(self._parts, await asyncio.gather(*map(one, self._parts.values())), strict=True))
+        found = await asyncio.gather(*map(one, self._parts.values()), return_exceptions=True)
+        outcomes: dict[str, dict[str, float]] = {}
+        for name, outcome in zip(self._parts, found, strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            outcomes[name] = outcome
         total = {"reward": sum(self._parts[name].weight * outcome["reward"] for name, outcome in outcomes.items())}
         for name, outcome in outcomes.items():
             for metric, value in outcome.items():
