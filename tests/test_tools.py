@@ -2,14 +2,17 @@
 
 import contextlib
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from asyncrl.config.schema import SandboxConfig
 from asyncrl.rollouter.agent_processes.pool import AgentError, AgentOptions, AgentProcesses
+from asyncrl.sandbox.base import SandboxFailed
 from asyncrl.sandbox.service import SandboxService
 from asyncrl.tools.base import ToolError, text_argument
 from asyncrl.tools.calculator import compute
+from asyncrl.tools.sandboxed import SampleSandbox
 from tests.support.endpoint import TEMPLATE, EndpointSystem, made, make_model, writing
 from tests.support.faults import audit, starting
 from tests.support.tiny import make_inputs
@@ -114,6 +117,27 @@ async def test_several_calls_of_a_turn_run_at_once(model):
         sample = await made(system)
         assert sample.metrics["tool_calls"] == 3
         assert "<tool_response>\n0\n</tool_response>" in told(system)
+
+
+async def test_a_late_failure_does_not_close_the_sandbox_that_replaced_the_broken_one():
+    class Made:
+        closed = False
+
+        async def close(self):
+            self.closed = True
+
+    made: list[Made] = []
+
+    async def create():
+        made.append(Made())
+        return made[-1]
+
+    sample = SampleSandbox(SimpleNamespace(create=create), 1.0)
+    broken = await sample.get()
+    await sample.failed(broken, SandboxFailed("model", "it ended its sandbox"))
+    fresh = await sample.get()
+    await sample.failed(broken, SandboxFailed("model", "it ended its sandbox"))
+    assert (broken.closed, fresh.closed, await sample.get()) == (True, False, fresh)
 
 
 @pytest.mark.agents

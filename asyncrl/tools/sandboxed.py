@@ -26,13 +26,15 @@ class SampleSandbox:
                 self._sandbox = await self._sandboxes.create()
             return self._sandbox
 
-    async def failed(self, failure: SandboxFailed) -> ToolError:
-        """What the model is told of its own failure. Raises the others."""
+    async def failed(self, sandbox: Sandbox | None, failure: SandboxFailed) -> ToolError:
+        """What the model is told of its own failure in ``sandbox``, which may have been replaced by now. Raises the
+        others."""
         if failure.kind == "task":
             return ToolError(str(failure))
         if failure.kind != "model":
             raise failure
-        await self.close()
+        if sandbox is self._sandbox:  # calls at the same time may all have failed in it
+            await self.close()
         return ToolError(f"{failure}. It was replaced by an empty one.")
 
     async def close(self) -> None:
@@ -78,6 +80,7 @@ class Edit:
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         path, old, new = (text_argument(arguments, name) for name in ("path", "old", "new"))
+        sandbox: Sandbox | None = None
         try:
             sandbox = await self._sandbox.get()
             if old:
@@ -87,15 +90,17 @@ class Edit:
                 new = text.replace(old, new)
             await sandbox.write(path, new.encode(errors="surrogateescape"))
         except SandboxFailed as e:
-            raise await self._sandbox.failed(e) from None
+            raise await self._sandbox.failed(sandbox, e) from None
         return f"{path}: {len(new.splitlines())} lines"
 
 
 async def _run(sample: SampleSandbox, argv: list[str], stdin: str = "") -> str:
+    sandbox: Sandbox | None = None
     try:
-        return _told(await (await sample.get()).exec(argv, stdin=stdin, timeout_s=sample.timeout_s), sample.timeout_s)
+        sandbox = await sample.get()
+        return _told(await sandbox.exec(argv, stdin=stdin, timeout_s=sample.timeout_s), sample.timeout_s)
     except SandboxFailed as e:
-        raise await sample.failed(e) from None
+        raise await sample.failed(sandbox, e) from None
 
 
 def _told(ran: Execution, timeout_s: float) -> str:
