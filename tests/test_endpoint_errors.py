@@ -203,6 +203,11 @@ MALFORMED = {
     ),
     "a schema that is a text": (MESSAGES, {"tools": [{"name": "f", "input_schema": "x"}]}, "tools[0].input_schema"),
     "a tool of the API's own": (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+    "a template of its own": (
+        CHAT,
+        {"chat_template_kwargs": {"chat_template": "{{ 'x' }}"}},
+        "chat_template_kwargs.chat_template",
+    ),
     "no limit": (MESSAGES, {"max_tokens": None}, "max_tokens"),
     "a message of no answer": (
         MESSAGES,

@@ -11,6 +11,7 @@ these alone, in a time that does not grow with the conversation, where probes sh
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,6 +66,8 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: PromptTokenizer) -> None:
         self._tokenizer, self._hf = tokenizer, tokenizer.hf
+        # of the rendering itself: an agent's own template could take for ever, or all memory
+        self._reserved = inspect.signature(self._hf.apply_chat_template).parameters.keys() - {"documents"}
         self._stops = {token: str(self._hf.decode([token])) for token in tokenizer.stop_token_ids}
         added = [token.content for token in self._hf.added_tokens_decoder.values() if token.special]
         self._special = list(dict.fromkeys([*added, *self._stops.values()]))  # texts
@@ -133,6 +136,9 @@ class ChatRenderer:
                 "tools: nothing parses the tool calls of this model's chat template; expected messages without tools",
                 "tools",
             )
+        if taken := sorted(self._reserved & conversation.template_args.keys()):
+            where = f"chat_template_kwargs.{taken[0]}"
+            raise BadRequest(f"{where}: expected a variable of the chat template, found an option of rendering", where)
         try:
             return chat_text(self._hf, messages, conversation.tools, variables=conversation.template_args)
         except Exception as e:  # templates raise what they like
