@@ -65,7 +65,6 @@ class Cluster:
         self._config, self._preflight = config, preflight
         self._journal, self._logs = folder.journal, folder.logs
         self._placement = Placement(config)
-        self._handles: list[Any] = []
         self._actors: dict[str, ActorClient] = {}  # the newest of each name
         self._processes: dict[str, tuple[str, Process]] = {}  # actor → node id and process, once it answers
         self._epoch = folder.epoch.number
@@ -332,9 +331,9 @@ class Cluster:
         queue, here = self.queue.handle, ray.get_runtime_context().get_node_id()
         processes = {name: process for name, (node, process) in self._processes.items() if node == here}
         try:
-            for handle in self._handles:
-                if handle is not queue:
-                    ray.kill(handle)
+            for actor in self._actors.values():
+                if actor.handle is not queue:
+                    ray.kill(actor.handle)
             # first: Ray would log a call to the ended queue as to be retried
             callers = [process for name, process in processes.items() if name != "queue"]
             deadline = time.monotonic() + CLOSING_S
@@ -342,7 +341,7 @@ class Cluster:
                 time.sleep(0.01)
             if queue is not None:
                 ray.kill(queue)
-            self._handles.clear()
+            self._actors.clear()
             self._placement.close()
         finally:
             for process in processes.values():  # Ray kills nothing on a node whose raylet died
@@ -353,7 +352,6 @@ class Cluster:
         unique = f"{self._actor_name(name)}/{self._made}"  # a dead actor may still hold its name
         options = {"runtime_env": {"env_vars": _huge_pages()}} | options
         handle = cls.options(name=unique, max_concurrency=CALLS_AT_ONCE, **options).remote(*args, logs=self._logs)
-        self._handles.append(handle)
         self._actors[name] = ActorClient(handle, name)
         return self._actors[name]
 

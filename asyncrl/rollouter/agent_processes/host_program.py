@@ -31,7 +31,6 @@ if __name__ == "__main__":  # nothing in this file's folder should hide a module
 
 import asyncio
 import contextlib
-import contextvars
 import importlib
 import importlib.util
 import inspect
@@ -66,10 +65,6 @@ class AgentTask:
     api_key: str = field(repr=False)
     data: dict[str, Any] = field(default_factory=dict)  # the prompt's further columns
     seconds: float | None = None  # time limit
-
-
-#: the task of the running agent; each coroutine and each thread has its own context
-_current: contextvars.ContextVar[AgentTask] = contextvars.ContextVar("asyncrl_agent_task")
 
 
 class _Unusable(Exception):
@@ -152,7 +147,6 @@ class _Host:
         os._exit(0)
 
     async def _run(self, number: int, task: AgentTask) -> None:
-        _current.set(task)
         reply: dict[str, Any]
         try:
             call = lambda: self._function(task, **self._args)
@@ -188,7 +182,7 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
             outcome = None, e
         loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(outcome))
 
-    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     result, problem = await done
     if problem is not None:
         raise problem
