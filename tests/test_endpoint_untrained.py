@@ -119,6 +119,21 @@ async def test_a_masked_last_answer_is_scored_with_its_sequence(model):
         assert trains_only(system, sample, 0)
 
 
+async def test_a_masked_last_answer_is_scored_where_an_earlier_one_follows_the_same_turns(model):
+    async def agent(task, http):
+        thought = await chat(task, http, task.messages)
+        asked = [*task.messages, thought, {"role": "user", "content": "go"}]
+        await chat(task, http, asked)
+        await chat(task, http, asked, response_format=FORM)
+
+    async with EndpointSystem(model, agent, writing("Sunny.", "Rain.", '{"city": "Bern"}'), untrained="mask") as system:
+        (sample,) = await system.samples()
+        first, last = sequence_texts(system, sample)
+        assert "Rain." in first
+        assert '{"city": "Bern"}' in last
+        assert trains_only(system, sample, 0, 1)
+
+
 async def test_biases_reach_the_engine_beside_others(model):
     async def agent(task, http):
         await chat(task, http, task.messages)

@@ -111,7 +111,9 @@ class TrajectoryBuilder:
         whole: bool = False,
     ) -> Sample:
         """The sample of the whole tree. ``finish``: by default of this sequence's last completion. Sequences that would
-        train nothing are left out and, unless ``whole``, what a sequence only reads after its last completion.
+        train nothing are left out and, unless ``whole``, what a sequence only reads after its last completion. With
+        ``whole``, the last sequence trains what it shares with others: it ends in the answer that is scored, which the
+        policy may not have sampled as it is trained.
 
         ``reward``: of the whole sample. If turns were rewarded, it is added to this sequence's last completion (the
         tree's, if this has none), and the sample's is Σ ``discount``ᵏ r over all completions, each of reward r and with
@@ -129,7 +131,9 @@ class TrajectoryBuilder:
             rewards[last] = rewards.get(last, 0.0) + (reward or 0.0)
             reward = sum(discount**k * rewards.get(turn, 0.0) for turn, k in before.items())
         untrained = set(before)
-        sequences = [sequence for builder in tree if (sequence := builder._sequence(untrained, rewards, whole))]
+        order = [tree[-1], *tree[:-1]] if whole else tree
+        made = {id(builder): builder._sequence(untrained, rewards, whole) for builder in order}
+        sequences = [sequence for builder in tree if (sequence := made[id(builder)]) is not None]
         if finish is None or not sequences:
             raise ValueError("a trajectory without a completion: expected at least one call of generate")
         return Sample(index, sequences, finish, reward, messages=list(self.messages))
