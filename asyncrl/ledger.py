@@ -2,7 +2,7 @@
 
 import sys
 
-from asyncrl.cli.ledger import main
+from asyncrl.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["ledger", *sys.argv[1:]]))

@@ -8,6 +8,8 @@ import re
 import resource
 import signal
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -770,6 +772,17 @@ async def test_a_damaged_or_foreign_ledger_is_refused_and_not_changed(tmp_path, 
     assert path.read_bytes() == before
     assert command.main([str(tmp_path)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [["asyncrl.ledger"], ["asyncrl.cli.main", "ledger"]], ids=" ".join)
+async def test_a_pipe_that_nobody_reads_any_more_ends_the_audit_without_a_word(tmp_path, command):
+    await make_run(tmp_path, 8)
+    gone, pipe = os.pipe()
+    os.close(gone)  # as `head` does
+    audit = [sys.executable, "-m", *command, str(tmp_path)]
+    ended = await asyncio.to_thread(subprocess.run, audit, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(pipe)
+    assert (ended.stderr, ended.returncode) == ("", 128 + signal.SIGPIPE)
 
 
 async def test_a_ledger_whose_spool_is_gone_or_damaged_is_refused(tmp_path):
