@@ -173,6 +173,19 @@ async def test_a_replica_that_dies_in_a_rolling_update_is_evicted_and_the_others
         assert fleet.routable == {"replica/0": version(2), "replica/2": version(2)}
 
 
+async def test_a_replica_that_dies_in_a_rolling_update_is_reported_before_the_others_have_changed():
+    async with processes(3) as (ranks, replicas):
+        fleet, reported = fleet_of(replicas), []
+        await sync(ranks, fleet, 1, config(**ROLLING))
+
+        async def report():
+            reported.append(dict(fleet.routable))
+
+        dies = lambda: replicas["replica/0"].signal(signal.SIGKILL)
+        await SyncSession({"trainer/0": ranks[0]}, fleet, config(**ROLLING), None, None, dies, report).run(version(2))
+        assert {"replica/1": version(2), "replica/2": version(1)} in reported
+
+
 async def test_a_copy_is_read_again_only_in_its_own_session():
     """A stopped replica wakes when the memory of its copy holds a later version."""
     async with processes(2) as (ranks, replicas):

@@ -116,7 +116,9 @@ class ParameterSyncCoordinator:
     ) -> SyncReport:
         async with self._one_session:
             before = dict(self.fleet.sessions)
-            session = SyncSession(self._senders, self.fleet, self._config, self._recorder, only, on_sent)
+            session = SyncSession(
+                self._senders, self.fleet, self._config, self._recorder, only, on_sent, self._report_routable
+            )
             try:
                 report = await session.run(version)
             finally:

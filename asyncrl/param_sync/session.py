@@ -71,7 +71,8 @@ class SyncReport:
 
 class SyncSession:
     """Runs once. ``senders``: every trainer rank by name; ``config.pause`` must be a mode, not ``auto``; ``only``: the
-    replicas that take part (None: the whole fleet). ``on_sent`` is called when the senders are free again. ::
+    replicas that take part (None: the whole fleet). ``on_sent`` is called when the senders are free again, and
+    ``on_changed`` awaited after each replica of a rolling update. ::
 
     report = await SyncSession(senders, fleet, config.param_sync, recorder).run(PolicyVersion(0, 7))
     """
@@ -84,6 +85,7 @@ class SyncSession:
         recorder: Recorder | None = None,
         only: Collection[str] | None = None,
         on_sent: Callable[[], None] = lambda: None,
+        on_changed: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         if config.pause not in ("abort", "keep", "wait"):
             raise ValueError(
@@ -91,7 +93,8 @@ class SyncSession:
             )
         self._senders, self._fleet, self._config = dict(senders), fleet, config
         self._deadlines = config.deadlines
-        self._recorder, self._on_sent = recorder or Recorder("sync"), on_sent
+        self._recorder = recorder or Recorder("sync")
+        self._on_sent, self._on_changed = on_sent, on_changed
         self._full = config.staging == "full"
         self._active: dict[str, ReplicaSession] = {
             name: session for name, session in fleet.sessions.items() if only is None or name in only
@@ -187,6 +190,8 @@ class SyncSession:
         if self._config.rollout_update == "rolling":
             for name in list(self._active):
                 await self._each(change, [name])
+                if self._on_changed is not None:
+                    await self._on_changed()  # the samples of an evicted one must not wait for all others
         else:
             await self._each(change)
 

@@ -315,19 +315,20 @@ class CollectiveWriter(SelectorLoop):
 
         One stalled member stops the whole group. After half of the stall time all readers are therefore asked to leave
         it, and those that have not answered after the other half are dropped."""
-        behind = lambda: [p for p in self._peers.values() if p.read <= sequence]
-        while behind():
+        behind = lambda: (p for p in self._peers.values() if p.read <= sequence)
+        read = lambda: next(behind(), None) is None
+        while not read():
             waited_from = now_s()
-            if self._run_until(lambda: not behind(), min(waited_from + self._stall_s / 2, self._deadline)):
+            if self._run_until(read, min(waited_from + self._stall_s / 2, self._deadline)):
                 return
             self._broken, self._why = True, f"no reader made progress for {self._stall_s / 2:g} s"
             self._repair()
-            moving = lambda: self._group is not None or not behind()
+            moving = lambda: self._group is not None or read()
             limit = min(waited_from + self._stall_s, self._deadline)
             if self._run_until(moving, limit):
                 continue
             silent = [p for p in self._peers.values() if not p.stopped]
-            for peer in behind() if now_s() >= self._deadline else silent:
+            for peer in list(behind()) if now_s() >= self._deadline else silent:
                 self._drop(peer, f"was silent for {limit - waited_from:.1f} s")
 
 
