@@ -215,8 +215,10 @@ def test_what_a_run_does_not_go_on_from_is_set_aside(tmp_path):
     store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=0), counts=lambda found: found.metadata.step != 1)
     for lineage, step in ((0, 1), (0, 2), (0, 3), (1, 3), (1, 4)):
         store.complete(store.begin(step), CheckpointMetadata(step, PolicyVersion(lineage, step), step, step))
+    store.mark_final(store.newest())
     (tmp_path / "step_000004/metadata.json").write_text("{")
     store.abandon_after(store.newest_intact())
+    assert not (tmp_path / "final").is_symlink()  # it would dangle, or point to the next checkpoint of that step
     assert [c.taken for c in store.all()] == [(0, 2), (1, 3)]
     aside = sorted(path.name.rpartition("_")[0] for path in tmp_path.glob("abandoned_*"))
     assert aside == ["abandoned_step_000001", "abandoned_step_000004"]

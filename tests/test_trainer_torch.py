@@ -301,6 +301,21 @@ def test_the_rate_goes_on_from_its_step_if_a_resume_changes_the_optimizer_steps_
     assert int(rank._backend.state()["optimizer_steps"]) == 8 + 2 * epochs  # Adam's own count goes on
 
 
+def test_the_decay_goes_on_after_a_warmup_if_a_resume_changes_the_optimizer_steps_of_a_step(
+    checkpoint, start_rank, tmp_path
+):
+    """The warm-up's number of optimizer steps stays as it is; 8 of the 14 after it are done, or 3 of 6."""
+    schedule = {"schedule": "linear", "total_steps": 8, "min_lr_ratio": 0.0, "warmup_steps": 2}
+    rank = start_rank(make_config(checkpoint, epochs=2, **schedule))
+    for step in range(5):
+        rank.train(step, make_groups(seed=step))
+    rank.save(tmp_path / "state")
+    rank = start_rank(make_config(checkpoint, **schedule))
+    rank.load(tmp_path / "state")
+    rates = [rank.train(step, make_groups(seed=step))["actor/lr"] for step in (5, 6)]
+    assert rates == pytest.approx([1e-3 * (1 - done / 6) for done in (3, 4)])
+
+
 def test_figures_are_means_over_trained_tokens_whatever_the_aggregation(checkpoint, start_rank):
     found = []
     for how in ("token_mean", "sequence_mean", "sample_mean", "constant"):

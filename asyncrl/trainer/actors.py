@@ -47,7 +47,7 @@ class TrainerRankActor(SupervisedActor):
         self._core: Any = None
         self._sender: Any = None
         self._store: Any = None
-        self._payload: Sequence[bytes] = []
+        self._first: Sequence[bytes] = []  # groups of the last batch, those that `first_groups` may be asked for
         self._mask_before: int | None = None
 
     async def rendezvous(self) -> str:
@@ -77,17 +77,19 @@ class TrainerRankActor(SupervisedActor):
     async def train(
         self, step: int, payload: Sequence[bytes], mask_before: int | None, version: float, part: int, parts: int
     ) -> tuple[dict[str, float], list[SamplerKL]]:
-        self._payload = [*(self._payload if part else ()), *payload]
+        if self._rank == 0:
+            self._first = [*(self._first if part else ()), *payload][: self._config.reporting.trajectories_per_step]
         self._mask_before = mask_before
         metrics = await self._compute(lambda: self._core.train(step, payload, mask_before, version, part, parts))
         return metrics, self._core.sampler_kl
 
     async def first_groups(self, count: int) -> list[bytes]:
-        """The first groups of the last batch, as they were trained, for people to read."""
+        """Of rank 0: the first groups of the last batch, at most ``reporting.trajectories_per_step``, as they were
+        trained, for people to read."""
         from asyncrl.trainer.batches import as_trained
 
         options = self._config.algorithm
-        groups = map(Group.from_buffer, self._payload[:count])
+        groups = map(Group.from_buffer, self._first[:count])
         return [as_trained(group, self._mask_before, options).to_bytes() for group in groups]
 
     async def stage(self) -> None:

@@ -210,7 +210,7 @@ class CheckpointStore:
             for path in self._paths():
                 if path not in before and (path / _METADATA).exists():
                     log.info("%s is set aside: the run goes on without it", path)
-                    path.rename(path.with_name(f"abandoned_{path.name}_{time.time_ns()}"))
+                    self._rename(path, path.with_name(f"abandoned_{path.name}_{time.time_ns()}"))
 
     def open(self, path: Path) -> Checkpoint:
         """The checkpoint at ``path`` (or at the target of a link), with every file verified.
@@ -268,13 +268,17 @@ class CheckpointStore:
 
     def _discarded(self, path: Path) -> Path:
         """Rename a checkpoint's folder, so that a half-deleted one does not look complete; returns the new path."""
+        trash = path.with_suffix(_TRASH)
+        _remove(trash)
+        self._rename(path, trash)
+        return trash
+
+    def _rename(self, path: Path, to: Path) -> None:
+        """Rename a checkpoint's folder, to which ``final`` must not point any more."""
         final = self.folder / FINAL
         if final.is_symlink() and os.readlink(final) == path.name:
             final.unlink()
-        trash = path.with_suffix(_TRASH)
-        _remove(trash)
-        path.rename(trash)
-        return trash
+        path.rename(to)
 
     def _paths(self) -> list[Path]:
         return [path for path in self.folder.glob("step_*") if _NAME.fullmatch(path.name)]

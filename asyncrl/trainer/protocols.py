@@ -88,7 +88,7 @@ class Validation(Protocol):
     """Validation of published versions, see `asyncrl.trainer.validation.ValidationSchedule`."""
 
     async def finished(self) -> None:
-        """Wait until no validation is running: each must see one version."""
+        """Wait, but not for long, until no validation is running, so that each sees one version."""
 
     async def validate(self, progress: Progress) -> None:
         """Validate ``progress.version`` if it is due. All replicas serve it; no group has started under it."""

@@ -106,6 +106,7 @@ class TrainerRank:
                 self._waiting += groups
                 if last:
                     metrics = self._train_whole(step, self._waiting, mask_before, version)
+                    self._waiting = []
         TRAINER.observe(self._recorder, now_s() - began_s, last, part > 0, computed_tokens(groups))
         return metrics
 
@@ -120,7 +121,7 @@ class TrainerRank:
             whole = shape_rewards(whole, self._config.algorithm, self._config.rollout.max_response_tokens)
             shares = self._objective.prepare(whole, version, self._versions_per_step)
             total.share += float(shares.sum())
-            found = [whole.select(mine.tolist()) for _, parts in self._dealt(whole) for mine in parts]
+            found = [whole.select(mine.tolist()) for _, dealt in self._dealt(whole) for mine in dealt]
         loss = self._objective.loss
         for mini_batch in found:  # none if no token is trained
             with self._recorder.span("trainer/logprobs"):

@@ -248,6 +248,15 @@ class BaseBackend(ABC):
         self._draft.steps += 1
         return norm
 
+    def _rescaled(self, position: int, per_train_step: int) -> int:
+        """Position in the schedule of this run at which the decay has come as far as at ``position`` in that of a run
+        whose train steps took so many optimizer steps."""
+        warmup, train_steps = self._options.optimizer.warmup_steps, self._options.total_steps
+        if position <= warmup:
+            return position
+        before, now = (max(train_steps * steps - warmup, 1) for steps in (per_train_step, self._steps_per_train_step))
+        return warmup + (position - warmup) * now // before
+
     def _learning_rate(self, options: OptimizerConfig) -> float:
         """Learning rate at the policy's current step, which the draft's schedule follows too."""
         total = self._options.total_steps * self._steps_per_train_step
@@ -348,7 +357,7 @@ class BaseBackend(ABC):
             self._schedule_steps = self._optimizer_steps  # of a checkpoint of an earlier release
             if "schedule" in rest:
                 position, per_train_step = rest["schedule"].tolist()
-                self._schedule_steps = position * self._steps_per_train_step // per_train_step
+                self._schedule_steps = self._rescaled(position, per_train_step)
             self._set_steps(self._optimizer_steps, "policy")
             if self._draft:
                 self._draft.steps = int(rest["draft_steps"])
