@@ -130,6 +130,10 @@ def test_engines_say_what_a_request_may_sample_with():
         assert ENGINES.find(name).served_sampling(of()) == {*numbers, "logit_bias", "grammar"}
     drafting = of(mtp=MTPConfig(enable_rollout=True))
     assert ENGINES.find("vllm").served_sampling(drafting) == {"temperature", "top_p", "top_k", "grammar"}
+    assert ENGINES.find("sglang").served_sampling(drafting) == {*numbers, "logit_bias", "grammar"} - {"min_p"}
+    wanted = of(mtp=MTPConfig(enable_rollout=True), validation=ValidationConfig(min_p=0.1))
+    expected = "validation.min_p: sglang offers none with mtp.enable_rollout; found 0.1"
+    assert expected in list(ENGINES.find("sglang").problems(wanted))
 
 
 @pytest.mark.parametrize("name", ["native", "vllm", "sglang"])

@@ -165,6 +165,19 @@ async def test_stop_strings_match_only_the_request_s_own_tokens_even_across_an_a
     assert (collected.tokens["turn"], collected.finish["turn"]) == (free[end - 1 : end], FinishReason.LENGTH)
 
 
+async def test_a_deterministic_engine_that_computes_a_request_s_tokens_again_shows_that_it_lives(start, monkeypatch):
+    monkeypatch.setattr("asyncrl.rollouter.engines.native.engine.ALIVE_EVERY_S", 0.0)
+    engine = start(deterministic=True, context=512)
+    await engine.resume(V0)
+    again = tuple(i % 50 for i in range(200))
+    await engine.submit([_request("on", 5, tokens=(1, 2, 3, *again), position=200, resumed=200)])
+    batches = []
+    while not any(batch.finish for batch in batches):
+        batches.append(await asyncio.wait_for(engine.events(), 20))
+    assert not batches[0].ids
+    assert sum(len(batch.tokens) for batch in batches) == 5
+
+
 async def test_abort_ends_the_given_requests_with_their_tokens_and_leaves_the_others(start):
     engine = start(slots=2, context=4096)
     await engine.resume(V0)

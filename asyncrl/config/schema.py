@@ -392,7 +392,7 @@ class MTPConfig(Section):
     init_from_trunk: bool = False  # create the draft from the last trunk layer if the checkpoint has none
     enable_rollout: bool = False  # speculative decoding with the draft
     num_speculative_tokens: PositiveInt = 1  # maximum drafted tokens per verification
-    guard: bool = True  # a replica stops speculating while speculation lowers its throughput
+    guard: bool = True  # native: a replica stops speculating while speculation lowers its throughput
 
     def problems(self) -> Iterator[str]:
         if self.enable_train and self.loss_scaling_factor == 0:

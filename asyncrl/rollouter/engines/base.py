@@ -105,7 +105,7 @@ class Request(NamedTuple):
 class Scheduling:
     """Order of service. ``max_running_requests``: cap on training requests that generate at once (None: one per slot).
     ``validation_first``: serve validation before training requests, whatever their priority. ``progress_every_s``: how
-    often tokens of requests that continue are reported; ends do not wait for it, and an engine whose tokens flow
+    often tokens of requests that continue are reported; ends do not wait for it, and an engine that generates
     returns at least an empty batch every `ALIVE_EVERY_S`."""
 
     max_running_requests: int | None = None
@@ -113,7 +113,7 @@ class Scheduling:
     progress_every_s: float = 0.2
 
 
-ALIVE_EVERY_S = 5.0  # while tokens flow and no request ends; supervision counts an engine's silence
+ALIVE_EVERY_S = 5.0  # while it generates and no request ends; supervision counts an engine's silence
 
 
 @dataclass(frozen=True)

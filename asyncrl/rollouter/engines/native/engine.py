@@ -333,9 +333,12 @@ class NativeEngine:
                     answer.set_result(result)
 
     def _should_publish(self) -> bool:
-        """True if a call of `events` waits and events are due."""
-        if self._listener is None or not self._core.has_events:
+        """True if a call of `events` waits and events are due, or a sign of life: a deterministic engine that computes
+        the tokens of continued requests again has no events for long."""
+        if self._listener is None:
             return False
+        if not self._core.has_events:
+            return self._stepping() and now_s() - self._published_s >= ALIVE_EVERY_S
         wanted_s = ALIVE_EVERY_S
         if self._core.has_finished:
             wanted_s = _ENDS_EVERY_S if self._core.waiting else _WANTED_EVERY_S

@@ -21,6 +21,12 @@ _GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "gbnf": "ebnf"}  # 
 _SLACK_TOKENS = 8  # SGLang ends a request a little before its context is full
 
 
+def _context_length(config: Config) -> int:
+    """With room for the tokens that SGLang reserves for a verification."""
+    verified = config.mtp.num_speculative_tokens + 1 if config.mtp.enable_rollout else 0
+    return context_tokens(config) + _SLACK_TOKENS + verified
+
+
 def server_arguments(config: Config, device: str) -> dict[str, Any]:
     """SGLang's server arguments, by its names. `spec` refuses those that a user may not set. Raises MissingSecret."""
     engine, mtp = config.rollout.engine, config.mtp
@@ -32,7 +38,7 @@ def server_arguments(config: Config, device: str) -> dict[str, Any]:
         "dtype": model.engine_dtype(engine.dtype),
         "random_seed": config.seed,
         "max_running_requests": engine.slots,
-        "context_length": context_tokens(config) + _SLACK_TOKENS,
+        "context_length": _context_length(config),
         "tp_size": engine.tensor_parallel_size,
         "pp_size": engine.pipeline_parallel_size,
         "incremental_streaming_output": True,
@@ -74,7 +80,7 @@ def server_arguments(config: Config, device: str) -> dict[str, Any]:
             "disable_overlap_schedule": True,
             "disable_cuda_graph": True,
             # a full context in every slot
-            "max_total_tokens": engine.slots * (context_tokens(config) + _SLACK_TOKENS),
+            "max_total_tokens": engine.slots * _context_length(config),
             "mem_fraction_static": 0.2,  # of the machine's memory, if the cache had no bound
         }
     return arguments | revealed("rollout.engine.args", engine.args)

@@ -59,9 +59,15 @@ class SGLangSpec(StreamingSpec):
     memory_share = "mem_fraction_static"
     deliveries = frozenset({"memory", "gloo", "nccl"})
 
+    def served_sampling(self, config: Config) -> frozenset[str]:
+        """SGLang applies no min_p while it verifies drafts."""
+        return super().served_sampling(config) - ({"min_p"} if config.mtp.enable_rollout else set())
+
     def problems(self, config: Config) -> Iterator[str]:
         yield from super().problems(config)
         engine = config.rollout.engine
+        if config.mtp.enable_rollout and config.validation.min_p:
+            yield f"validation.min_p: sglang offers none with mtp.enable_rollout; found {config.validation.min_p:g}"
         if taken := sorted(_DERIVED & engine.args.keys()):
             yield (
                 f"rollout.engine.args: {', '.join(taken)} follow from other options or conflict with them; leave them "
