@@ -27,8 +27,8 @@ class SampleSandbox:
             return self._sandbox
 
     async def failed(self, sandbox: Sandbox | None, failure: SandboxFailed) -> ToolError:
-        """What the model is told of its own failure in ``sandbox``, which may have been replaced by now. Raises the
-        others."""
+        """For the model, if the failure is its own. Raises the others. ``sandbox``: where it failed; it may have been
+        replaced since."""
         if failure.kind == "task":
             return ToolError(str(failure))
         if failure.kind != "model":

@@ -315,8 +315,7 @@ class CollectiveWriter(SelectorLoop):
 
         One stalled member stops the whole group. After half of the stall time all readers are therefore asked to leave
         it, and those that have not answered after the other half are dropped."""
-        behind = lambda: (p for p in self._peers.values() if p.read <= sequence)
-        read = lambda: next(behind(), None) is None
+        read = lambda: all(p.read > sequence for p in self._peers.values())
         while not read():
             waited_from = now_s()
             if self._run_until(read, min(waited_from + self._stall_s / 2, self._deadline)):
@@ -327,8 +326,8 @@ class CollectiveWriter(SelectorLoop):
             limit = min(waited_from + self._stall_s, self._deadline)
             if self._run_until(moving, limit):
                 continue
-            silent = [p for p in self._peers.values() if not p.stopped]
-            for peer in list(behind()) if now_s() >= self._deadline else silent:
+            late = now_s() >= self._deadline
+            for peer in [p for p in self._peers.values() if (p.read <= sequence if late else not p.stopped)]:
                 self._drop(peer, f"was silent for {limit - waited_from:.1f} s")
 
 

@@ -266,9 +266,8 @@ class LocalWriter(SelectorLoop):
     def _await_read(self, sequence: int) -> None:
         """Wait until every reader has read bucket ``sequence``; drop those that do not."""
         waited_from, limit = now_s(), self._limit()
-        behind = lambda: (p for p in self._peers.values() if p.read <= sequence)
-        if not self._run_until(lambda: next(behind(), None) is None, limit):
-            for peer in list(behind()):
+        if not self._run_until(lambda: all(p.read > sequence for p in self._peers.values()), limit):
+            for peer in [p for p in self._peers.values() if p.read <= sequence]:
                 self._drop(peer, f"was silent for {limit - waited_from:.1f} s")
 
 
