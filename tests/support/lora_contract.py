@@ -154,3 +154,19 @@ class FinishingContract:
             assert trainer.error(samples, 0.7) < 1e-4
             assert [(x.version, x.mixed_kv) for s in samples for x in s.sequences[0].spans] == [(version, False)] * 2
         assert len(engine._adapters.free_idle()) == 1
+
+    async def test_validation_does_not_use_up_the_slots_of_adapters(self, pair):
+        """However many syncs pass it: no staleness bound limits it, as it does training."""
+        trainer, engine = pair
+        collector = ResponseCollector(engine)
+        for n in range(6):
+            await trainer.sync(pause="keep", kv="keep")
+            assert not n or not collector.ended([f"v{n - 1}/0"])
+            for passed in await collector.of([f"v{n - 2}/0"] if n > 1 else []):
+                assert len(passed.sequences[0].tokens) < 700
+            (validating,) = requests(1, 700, f"v{n}/", temperature=0.7)
+            await engine.submit([validating._replace(priority=1), *requests(1, 12, f"t{n}/", temperature=0.7)])
+            trainer.learn(await collector.of([f"t{n}/0"]))
+            assert list(trainer.fleet.routable.values()) == [trainer.version]
+        await engine.abort(["v4/0", "v5/0"])
+        await collector.of(["v4/0", "v5/0"])

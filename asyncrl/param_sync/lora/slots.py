@@ -28,6 +28,11 @@ class AdapterSlots:
         self._slot_of: dict[Hashable, int] = {}  # by request
         self._newest = 0
 
+    @property
+    def newest(self) -> int:
+        """The slot of the latest version, 0 before the first."""
+        return self._newest
+
     def publish(self, version: PolicyVersion) -> int:
         """Assign a slot to a version; later requests begin on it. Frees idle slots if none is left. Raises ValueError
         for an older version and RuntimeError if requests hold all slots."""

@@ -201,6 +201,9 @@ class StreamingEngine(ABC, Generic[R]):
         running, waiting = list(self._running.values()), list(self._held)
         try:
             async with asyncio.timeout(deadline_s):
+                if mode == "keep" and (ending := self._without_slot()):
+                    await self._abort(ending)
+                    await all_ended(ending)
                 await self._stop(mode, running)
         except (TimeoutError, asyncio.CancelledError) as e:
             if not was_paused:
@@ -341,6 +344,13 @@ class StreamingEngine(ABC, Generic[R]):
         if finish is not None:
             self._end(running)
         return False
+
+    def _without_slot(self) -> list[R]:
+        """Requests that may not keep an older adapter any longer and continue under the newest: validation, since the
+        staleness bound, of which the number of slots follows, limits only how long training runs."""
+        if self._adapters is None:
+            return []
+        return [r for r in self._running.values() if not r.request.trains and r.slot != self._adapters.newest]
 
     def _version_of(self, running: R) -> PolicyVersion:
         """Version under which the request's next tokens are sampled."""
