@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Gemma3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 from transformers.models.gemma2 import modeling_gemma2
 
 from asyncrl.models.checkpoint import read_tensors
@@ -104,6 +104,66 @@ def test_two_ranks_train_like_one(family, folders, start_rank, tmp_path):
         assert relative(tensor, alone[name]) < 1e-4, name
     one.load(tmp_path / "of_two")
     assert one.train(3, make_groups(seed=3)) == pytest.approx(following, rel=1e-3, abs=1e-5)
+
+
+SEPARATE_EXPERTS = """
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+
+class OwnConfig(Qwen3Config):
+    model_type = "own"
+
+
+class Mixture(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, 4, bias=False)
+        self.experts = nn.ModuleList(Qwen3MLP(config) for _ in range(4))
+
+    def forward(self, hidden):
+        tokens = hidden.flatten(0, -2)
+        weights, chosen = self.gate(tokens).softmax(-1).max(-1)
+        made = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            if len(own := (chosen == number).nonzero().flatten()):
+                made = made.index_add(0, own, expert(tokens[own]) * weights[own, None])
+        return made.view_as(hidden)
+
+
+class OwnForCausalLM(Qwen3ForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = Mixture(config)
+        self.post_init()
+"""
+
+
+def test_two_ranks_train_like_one_though_each_uses_other_experts(folders, start_rank, tmp_path):
+    """Experts that are modules of their own, as in the code of some checkpoints, get gradients only on some ranks."""
+    source = tmp_path / "source"
+    source.mkdir()
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    raw = json.loads(Path(folders("Qwen3"), "config.json").read_text()) | {"model_type": "own", "auto_map": own}
+    (source / "config.json").write_text(json.dumps(raw))
+    (source / "own.py").write_text(SEPARATE_EXPERTS)
+    torch.manual_seed(0)
+    built = AutoConfig.from_pretrained(source, trust_remote_code=True)
+    made = AutoModelForCausalLM.from_config(built, trust_remote_code=True, dtype=torch.float32)
+    save_file({n: p.detach().clone() for n, p in made.named_parameters()}, source / "model.safetensors")
+    config = make_config(str(source), trust_remote_code=True, **TWO_RANKS)
+    one = start_rank(config)
+    expected = [one.train(step, make_groups((4, 3, 1), seed=step)) for step in range(3)]
+    two = on_two_ranks(config, tmp_path)
+    for mine, theirs in zip(expected, two[0]["metrics"], strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-5)
+    for name, tensor in weights(one).items():
+        assert relative(two[0]["exported"][name], tensor) < 1e-4, name
 
 
 def test_two_ranks_balance_experts_though_one_has_no_sequences(tmp_path):

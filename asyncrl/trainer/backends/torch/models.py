@@ -55,6 +55,9 @@ class TorchModel:
         for layer in self.layers:
             fully_shard(layer, mesh=mesh, **policies)
         fully_shard(self.module, mesh=mesh, **policies)
+        if self.files is not None:  # experts that are modules of their own run only on ranks that have tokens for them
+            for layer in self.layers or [self.module]:
+                cast(FSDPModule, layer).set_reduce_scatter_unused_params(True)
         for module, method in self.methods:
             register_fsdp_forward_method(module, method)
         with torch.no_grad():
