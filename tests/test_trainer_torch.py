@@ -28,7 +28,7 @@ from asyncrl.param_sync.live_weights import LiveWeights
 from asyncrl.rollouter.engines.native.model import NativeModel
 from asyncrl.trainer.backends import state as staged_state
 from asyncrl.trainer.backends.base import NonFiniteError
-from asyncrl.trainer.backends.torch import prompts
+from asyncrl.trainer.backends.torch import backend, prompts
 from asyncrl.trainer.batches import build_batch
 from asyncrl.trainer.checkpoints import PARTIAL, CheckpointMetadata, CheckpointStore
 from asyncrl.trainer.rank import TrainerRank
@@ -425,6 +425,25 @@ def test_ranks_wait_for_the_one_that_writes_as_long_as_a_checkpoint_may_take(che
     config = make_config(checkpoint)
     start_rank(config)
     assert timedelta(seconds=config.checkpoint.timeout_s) in waits
+
+
+def start_slowly(rank, config, folder):
+    torch.set_num_threads(1)
+    built = backend.load(config, config.model.path, False)
+    slow = dataclasses.replace(built, read=lambda: time.sleep(20) or built.read())
+    backend.load = lambda *_: slow
+    meeting, recorder = f"file://{folder}/rendezvous", Recorder(f"trainer/{rank}")
+    started = backend.TorchFSDPBackend(config, rank, 2, meeting, recorder, timeout_s=12)
+    (folder / f"started{rank}").touch()
+    started.close()
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_the_one_that_reads_the_model_as_long_as_an_actor_may_take_to_start(checkpoint, tmp_path):
+    config = make_config(checkpoint)
+    config.trainer.ranks = 2
+    mp.spawn(start_slowly, args=(config, tmp_path), nprocs=2)
+    assert {path.name for path in tmp_path.glob("started*")} == {"started0", "started1"}
 
 
 def save_then_hang(_, config, folder):

@@ -48,10 +48,10 @@ class ModelState:
         self._adapters, self._base, self._model_path = adapters, base, model_path
 
     def share(self, rank: int, ranks: int) -> dict[str, Any]:
-        """One rank's part: every ``ranks``-th tensor."""
+        """One rank's part, in host memory: every ``ranks``-th tensor."""
 
         def every_nth(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-            return {name: tensor.clone() for i, (name, tensor) in enumerate(tensors) if i % ranks == rank}
+            return {name: tensor.to("cpu", copy=True) for i, (name, tensor) in enumerate(tensors) if i % ranks == rank}
 
         whole, trained = self._conversion.whole, self._trained.__contains__
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,7 +86,9 @@ class TorchFSDPBackend(BaseBackend):
         if config.mtp.enable_train and not model.config.num_mtp_layers:
             raise without_draft(config.model.path)
         self._mesh = self._join_group(init_method, timeout_s)
-        values = model.read() if rank == 0 else {}
+        start_s = max(timeout_s, config.supervision.start_s)
+        self._starting = dist.new_group(backend="gloo", timeout=timedelta(seconds=start_s))
+        values = self._read(model)
         adapter: AdapterSpec | None = None
         if self._lora:
             self._base_digest = self._digest_of_first(model.module, values)
@@ -100,7 +103,7 @@ class TorchFSDPBackend(BaseBackend):
         if path is not None:
             frozen = load(config, path, half_on_cuda)
             frozen.module.requires_grad_(False)
-            reference = self._sharded(frozen, frozen.read() if rank == 0 else {})
+            reference = self._sharded(frozen, self._read(frozen))
         self._hold(self._policy, reference)
 
         self._trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
@@ -274,13 +277,19 @@ class TorchFSDPBackend(BaseBackend):
         process_group.join(self.rank, self.world_size, self._device, init_method, timeout_s)
         return init_device_mesh(self._device.type, (self.world_size,))
 
+    def _read(self, model: TorchModel) -> Mapping[str, Tensor]:
+        """A model's values on the first rank; the others wait for it as long as an actor may take to start."""
+        values = model.read() if self.rank == 0 else {}
+        dist.barrier(self._starting)
+        return values
+
     def _digest_of_first(self, module: nn.Module, values: Mapping[str, Tensor]) -> Tensor:
         """Digest of the first rank's ``values`` as float32, on all ranks."""
         found: list[Tensor | None] = [None]
         if self.rank == 0:
             names = [name for name, _ in module.named_parameters()]
             found = [digest_bytes(digest_tensors((name, values[name].detach().float()) for name in names))]
-        dist.broadcast_object_list(found, 0)
+        dist.broadcast_object_list(found, 0, self._starting)
         return cast(Tensor, found[0])
 
     def _add_adapters(self, model: TorchModel) -> AdapterSpec:
