@@ -107,7 +107,7 @@ class StreamingEngine(ABC, Generic[R]):
         self._death: EngineDied | None = None
         self._occupancy = Occupancy(recorder, self._slots)
         self._warned_of_cpu = False
-        if config.rollout.stop_strings:
+        if config.rollout.stop_strings or config.rollout.agent.enabled:
             _ = self._stop_strings  # load its tokenizer now: it takes a moment
 
     # -- to be implemented by an engine --------------------------------------------------------------------------------

@@ -13,5 +13,5 @@ REPLICA_MARK = "ASYNCRL_VLLM_REPLICA"
 
 def register() -> None:
     """In a replica's child process: exit when the parent exits, however it does."""
-    if REPLICA_MARK in os.environ and multiprocessing.parent_process() is not None:
-        end_with_parent()
+    if REPLICA_MARK in os.environ and (parent := multiprocessing.parent_process()) is not None:
+        end_with_parent(parent.pid)
