@@ -79,7 +79,8 @@ class ElasticRun:
 
     def serving(self) -> int:
         """Replicas that the newest step's sync gave a version."""
-        return sum(name.startswith("param_sync/paused_s/") for name in self.steps()[-1]) if self.steps() else 0
+        steps = self.steps()
+        return int(steps[-1].get("param_sync/replicas", 0)) if steps else 0
 
     def tokens_per_s(self, seconds: float) -> float:
         """Generated over the steps of about this time from now on."""

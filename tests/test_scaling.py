@@ -294,7 +294,7 @@ def test_replicas_join_and_leave_a_run_and_a_preempted_one_hands_its_samples_ove
             0,
             ["adding replica/1, replica/2", "the run has 3 replicas, and new ones serve after their first sync"],
         )
-        run.until(lambda: served(folder) == {"replica/0", "replica/1", "replica/2"}, "was served by all")
+        run.until(lambda: served(folder) == 3, "was served by all")
         [preempted, *_] = run.actors("replica")
         preempted.send_signal(signal.SIGTERM)
         run.until(lambda: "is preempted: it got SIGTERM; restarting it" in run.text, "noticed the signal")
@@ -316,6 +316,6 @@ def test_replicas_join_and_leave_a_run_and_a_preempted_one_hands_its_samples_ove
 
 
 def served(folder):
-    """Replicas that a sync has given a version so far."""
+    """Number of replicas that the last step's sync gave a version."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {k.removeprefix("param_sync/paused_s/") for k in rows[-1] if k.startswith("param_sync/paused_s/")}
+    return rows[-1].get("param_sync/replicas")

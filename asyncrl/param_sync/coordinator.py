@@ -155,7 +155,7 @@ def metrics(report: SyncReport) -> dict[str, float]:
         "param_sync/gb_per_s": rate / 1e9,
         "param_sync/paused_s": max(paused.values(), default=0.0),
         "param_sync/paused_total_s": sum(paused.values()),
-        **{f"param_sync/paused_s/{name}": seconds for name, seconds in paused.items()},
+        "param_sync/replicas": len(paused),
         "param_sync/kv_freed_bytes": sum(report.freed_bytes.values()),
         **({"param_sync/link_fraction": rate / report.ceiling} if report.ceiling else {}),
         "param_sync/held_requests": report.held_requests,

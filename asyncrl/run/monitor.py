@@ -254,8 +254,8 @@ class Monitor:
             self._replicas = (self._replicas - left) | set(self._system.replica_names)
 
     async def _answer(self, name: str, drain: Callable[[], Awaitable[Batch]]) -> Batch:
-        """An actor's records, with times of this process's clock; none if it died, which its supervisor notices, or is
-        unresponsive, or its machine is gone with them."""
+        """An actor's records, with times of this process's clock; an empty batch, at 0, if it died, which its
+        supervisor notices, or is unresponsive, or its machine is gone with them."""
         limit_s, sent_s = self._config.supervision.answer_s, now_s()
         try:
             batch = await asyncio.wait_for(drain(), limit_s)

@@ -21,15 +21,15 @@ from asyncrl.observability.telemetry.clock import now_s
 from asyncrl.observability.telemetry.recorder import Batch
 
 PREFIX = "asyncrl_"
-SILENT_S = 60.0  # time without a batch from any actor after which the driver counts as stuck
+SILENT_S = 60.0  # without an answer from any actor: all hang, or the driver does
 
 
 class PrometheusSink(Sink):
     """Serves from its own threads, so that ``/health`` answers 503 when the driver hangs.
 
     ``/metrics``: the last value of each metric (``fully_async/queue/depth`` → ``asyncrl_fully_async_queue_depth``),
-    counters as ``…_total``, and the seconds since each actor's last batch, all labelled with the run's name. ``port``:
-    the bound port, also if 0 was given."""
+    counters as ``…_total``, and the seconds since each actor last answered the driver, all labelled with the run's
+    name. ``port``: the bound port, also if 0 was given."""
 
     def __init__(self, run: str, host: str, port: int) -> None:
         """Raises OSError if it cannot listen there."""
@@ -37,7 +37,7 @@ class PrometheusSink(Sink):
         self._lock = threading.Lock()
         self._gauges: dict[str, float] = {}
         self._counters: Counter[str] = Counter()
-        self._heard_s: dict[str, float] = {}  # actor → time of its last batch
+        self._heard_s: dict[str, float] = {}  # actor, other than the driver → time of its last answer
         self._step = 0
         registry = CollectorRegistry()
         registry.register(self)
@@ -59,14 +59,14 @@ class PrometheusSink(Sink):
 
     def spans(self, batch: Batch) -> None:
         with self._lock:
-            self._heard_s[batch.actor] = now_s()
+            if batch.at_s and batch.actor != "driver":
+                self._heard_s[batch.actor] = now_s()
             self._gauges |= batch.gauges
             self._counters.update(batch.counters)
 
     def left(self, actor: str) -> None:
         with self._lock:
             self._heard_s.pop(actor, None)
-            self._gauges = {name: value for name, value in self._gauges.items() if not name.endswith(f"/{actor}")}
 
     def close(self, failed: str | None, stopped: str | None = None) -> None:
         self._server.shutdown()
@@ -85,7 +85,7 @@ class PrometheusSink(Sink):
                 family.add_metric([self._run], values[metric])
                 yield family
         silence = GaugeMetricFamily(
-            PREFIX + "seconds_since_heard", "seconds since the actor's last batch", labels=["run", "actor"]
+            PREFIX + "seconds_since_heard", "seconds since the actor's last answer", labels=["run", "actor"]
         )
         for actor, at_s in sorted(heard_s.items()):
             silence.add_metric([self._run, actor], round(now_s() - at_s, 1))
@@ -103,7 +103,7 @@ class PrometheusSink(Sink):
                     silent_s = {actor: round(now_s() - heard_s, 1) for actor, heard_s in self._heard_s.items()}
                     step = self._step
                 healthy = not silent_s or min(silent_s.values()) < SILENT_S
-                status = "ok" if healthy else "the driver is stuck"
+                status = "ok" if healthy else f"no actor has answered the driver for {SILENT_S:g} s"
                 start("200 OK" if healthy else "503 Service Unavailable", [("Content-Type", "application/json")])
                 return [json.dumps({"status": status, "step": step, "seconds_since_heard": silent_s}).encode()]
             case _:

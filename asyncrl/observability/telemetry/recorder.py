@@ -56,7 +56,8 @@ class Failure(NamedTuple):
 @dataclass
 class Batch:
     """Recordings of one process since its last drain, at ``at_s`` of its clock. Open spans end at that time and appear
-    again, longer, in later batches, so that a pause in progress never reads as zero."""
+    again, longer, in later batches, so that a pause in progress never reads as zero. An empty one at 0 says that the
+    process has not answered."""
 
     actor: str
     spans: list[Span] = field(default_factory=list)
