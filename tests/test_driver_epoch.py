@@ -19,6 +19,7 @@ from asyncrl.run import driver_epoch
 from asyncrl.run.driver_epoch import FOLDER, DriverEpoch, EpochOver, InUse, _created
 from asyncrl.run.resume import counts
 from asyncrl.run.run_folder import RunFolder
+from asyncrl.run.shutdown import Shutdown
 from asyncrl.trainer.checkpoints import CheckpointMetadata, CheckpointStore
 from asyncrl.types.versions import PolicyVersion
 from tests.test_spool import in_child
@@ -201,3 +202,13 @@ def test_a_run_that_died_before_it_had_begun_leaves_its_folder_to_the_next_one(t
     folder = RunFolder.open(config, "auto", found)
     assert (folder.path, folder.epoch.number) == (tmp_path / "run", 2)
     assert RunFolder.create(config).path == tmp_path / "run-2"
+
+
+@pytest.mark.parametrize(("groups", "kept"), [(0, 40), (39, 40), (40, 40), (512, 512)])
+def test_a_short_resume_leaves_the_profile_of_the_longer_run(tmp_path, groups, kept):
+    config = load_config(None, [f"run_dir={tmp_path / 'run'}", "model.path=none", "reward.function=none"])
+    folder, ended = RunFolder.create(config), Shutdown()
+    for count in (40, groups):
+        folder.summarize(ended, {}, {"groups": [[0, []]] * count, "driver_of": count})
+    profile = json.loads((tmp_path / "run/profile.json").read_text())
+    assert (len(profile["groups"]), profile["driver_of"]) == (kept, kept)

@@ -576,8 +576,10 @@ def test_the_command_prints_what_binds(tmp_path, capsys):
     options = ("trainer.mini_batch_groups=16", "rollout.n=4", "algorithm.filter_zero_variance=true")
     assert cli(["simulate", *arguments, *options]) == 2
     assert "config: with the rewards of the profile nothing would be trained" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        cli(["simulate", *arguments, "--steps=2"])
+    for wrong in ("--steps=2", "trainer.total_steps=500"):
+        with pytest.raises(SystemExit, match="2"):
+            cli(["simulate", *arguments, wrong])
+        assert "steps: expected" in capsys.readouterr().err
 
 
 # -- sweeps ------------------------------------------------------------------------------------------------------------
@@ -626,6 +628,11 @@ def test_a_sweep_over_gpus_names_the_best_split_and_draws_it(tmp_path, capsys):
     assert "leaves none of 4 to train" in html
     assert cli(["simulate", *arguments, *options, "--sweep", "trainer.ranks=1,2", f"--out={page}"]) == 0
     assert "best: trainer.ranks=" in capsys.readouterr().out
+    pauses = ["async_training.partial_rollout=false", "--sweep", "param_sync.pause=abort,wait"]
+    assert cli(["simulate", *arguments, *options, *pauses, f"--out={page}"]) == 0
+    abort, wait = json.loads(capsys.readouterr().out.splitlines()[-1])["combinations"]
+    assert "param_sync.pause: abort leaves samples that span versions" in abort["refused"]  # as a run refuses it
+    assert wait["samples_per_s"] > 0
     assert cli(["simulate", *arguments, *options, "--sweep", "rollout.replicas=8", "--gpus=4"]) == 2
     assert "no combination can be simulated" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):

@@ -83,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--death-every-h and --restart-s: expected hours above 0 and seconds of at least 0, found "
             f"{args.death_every_h:g} and {args.restart_s:g}"
         )
+    if any(option.startswith("trainer.total_steps=") for option in [*args.overrides, *(args.sweep or [])]):
+        parser.error("trainer.total_steps: expected --steps, the number of steps to simulate")
     deaths = None if args.death_every_h is None else Deaths(args.death_every_h * 3600, args.restart_s)
     try:
         swept = list(combinations(args.sweep or []))

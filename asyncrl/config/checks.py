@@ -85,18 +85,23 @@ def warm_kv_bytes(config: Config) -> int:
 def problems(config: Config, cpus: int | None) -> Iterator[str]:
     """One line per violated constraint. ``cpus``: of the one machine that runs everything; None on a cluster, where
     placement decides."""
+    yield from constraints(config)
+    yield from _checkpoint_problems(config)
+    yield from _file_problems(config)
+    if cpus is not None:
+        yield from _cpu_problems(config, cpus)
+
+
+def constraints(config: Config) -> Iterator[str]:
+    """Those of `problems` that neither machine nor files nor the length of a run decide."""
     yield from _sync_problems(config)
     yield from _lora_problems(config)
     yield from _speculation_problems(config)
-    yield from _checkpoint_problems(config)
-    yield from _file_problems(config)
     if config.rollout.shards > 1 and config.data.curriculum.by:
         yield (
             "rollout.shards: a curriculum draws each prompt by all earlier answers, which no single shard has; "
             f"expected 1, found {config.rollout.shards}"
         )
-    if cpus is not None:
-        yield from _cpu_problems(config, cpus)
 
 
 def _sync_problems(c: Config) -> Iterator[str]:

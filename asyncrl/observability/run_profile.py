@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config.checks import derive
@@ -46,6 +48,14 @@ def run_profile(
         ],
     }
     return {**found, "about": about, "groups": list(groups)}
+
+
+def profiled_groups(path: Path) -> int:
+    """Number of groups in a profile; 0 if there is none, or none that can be read."""
+    try:
+        return len(json.loads(path.read_bytes())["groups"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0
 
 
 def _mean(counters: Mapping[str, float], name: str, figure: str) -> dict[str, float]:

@@ -24,6 +24,7 @@ from asyncrl.config.schema import Config
 from asyncrl.disk.files import make_folder, rename, sync_tree, write_whole
 from asyncrl.models.config import CheckpointError
 from asyncrl.observability.run_profile import FILE as PROFILE
+from asyncrl.observability.run_profile import profiled_groups
 from asyncrl.observability.series import SUMMARY_FILE, read_series, totals
 from asyncrl.observability.telemetry.log import LOGS, LogConfig
 from asyncrl.run.driver_epoch import FOLDER as DRIVERS
@@ -151,12 +152,13 @@ class RunFolder:
         return self.path / COPIES / f"{self.epoch.number:06d}" if self._config.journal_dir else None
 
     def summarize(self, shutdown: Shutdown, figures: Mapping[str, Any], profile: Mapping[str, Any] | None) -> None:
-        """Write summary.json, with the totals of all drivers of the run, and profile.json. Raises EpochOver."""
+        """Write summary.json, with the totals of all drivers of the run, and profile.json, unless an earlier driver's
+        has more groups. Raises EpochOver."""
         self.epoch.check()
         whole = totals(read_series(self.path)[0])
         how = {"status": shutdown.status, "reason": shutdown.stopped, "failed": shutdown.failure}
         write_whole(self.path / SUMMARY_FILE, json.dumps({**figures, **whole, **how}, indent=2) + "\n")
-        if profile is not None:
+        if profile is not None and len(profile["groups"]) >= profiled_groups(self.path / PROFILE):
             write_whole(self.path / PROFILE, json.dumps(profile) + "\n")
 
     def finish(self, report: bool) -> None:

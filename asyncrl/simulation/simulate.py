@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.checks import derive
+from asyncrl.config.algorithm_checks import problems as algorithm_problems
+from asyncrl.config.checks import constraints, derive
 from asyncrl.config.load import ConfigError
 from asyncrl.config.schema import Config
 from asyncrl.observability.efficiency import EfficiencyTracker
@@ -134,8 +135,11 @@ def simulate(
     are the first ones of a longer run, so that figures do not contain the end of generation.
 
     Validation, agents' processes, sandboxes and reward workers are left out: agents wait, and rewards take, as long as
-    the profile says. Raises ConfigError if all groups would be dropped, a replica dies too often or, without
-    ``deaths``, would be restarted, or the run would wait for ever; and the errors of the control plane."""
+    the profile says. Raises ConfigError for options that contradict each other, and if all groups would be dropped, a
+    replica dies too often or, without ``deaths``, would be restarted, or the run would wait for ever; and the errors of
+    the control plane."""
+    if problems := [*constraints(config), *algorithm_problems(config)]:
+        raise ConfigError(problems)
     if config.trainer.total_steps < 3:
         raise ValueError(f"trainer.total_steps: expected at least 3 to simulate, found {config.trainer.total_steps}")
     profile.check(
