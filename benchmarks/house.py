@@ -43,7 +43,7 @@ CROSSINGS = (
 #: calls that carry copies outside that path: for a restart of the rollouter, and for the report
 ASIDE = (
     "asyncrl.sample_queue.actor:SampleQueueActor.snapshot",
-    "asyncrl.trainer.actors:TrainerRankActor.first_groups",
+    "asyncrl.trainer.actors:TrainerRankActor.drawn_groups",
 )
 
 #: folder of a part → words that name it; parts in folders of their own are also found by imports of them

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from asyncrl.observability.sinks.trajectories import TrajectorySink
 from asyncrl.observability.telemetry.recorder import Batch, Span
 from asyncrl.observability.trajectories import sampled_rows
 from asyncrl.observability.trajectory_files import read
+from asyncrl.trainer.actors import draw
 from asyncrl.types.groups import Group
 from asyncrl.types.samples import FinishReason, Sample
 from asyncrl.types.versions import PolicyVersion, VersionSpan
@@ -241,6 +243,18 @@ def test_a_long_step_prints_a_status_with_the_open_spans():
     ]
 
 
+def test_the_progress_line_is_made_once_for_the_batches_of_a_drain(terminal, monkeypatch):
+    """However many actors there are."""
+    clock, made = Clock(), []
+    console = ConsoleSink(8, stream=terminal, clock=clock)
+    monkeypatch.setattr(console, "_status", lambda: made.append(clock.s) or "")
+    for clock.s in (10.0, 12.0):
+        for i in range(1000):
+            console.spans(Batch(f"replica/{i}"))
+    console.close(None)
+    assert made == [10.0, 12.0]
+
+
 class TerminalStream(io.StringIO):
     def isatty(self):
         return True
@@ -399,6 +413,19 @@ def test_k_trajectories_are_drawn_from_all_groups_with_the_step_as_seed():
     assert picks[3] == sampled_rows(3, groups, decode, k=2)
     assert len({row["uid"] for rows in picks for row in rows}) == 8
     assert sampled_rows(3, groups, decode, k=0) == []
+
+
+def test_groups_are_drawn_uniformly_from_a_batch_that_comes_in_parts():
+    """Short answers come first."""
+    chosen = Counter[bytes]()
+    for step in range(600):
+        drawn = []
+        for part, groups in enumerate((b"ab", b"cdef", b"", b"gh")):
+            drawn = draw(drawn, [bytes([group]) for group in groups], 2, f"{step}.{part}")
+        assert len({group for _, group in drawn}) == 2
+        chosen.update(group for _, group in drawn)
+    assert len(chosen) == 8
+    assert min(chosen.values()) > 110  # of 150 on average, with a deviation of 11
 
 
 def test_a_lone_surrogate_can_be_written(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -234,6 +235,17 @@ def test_the_timeline_is_limited_to_the_end_of_a_long_run(tmp_path):
     assert f"The last 1,500 of {count:,} recorded spans are drawn." in html
 
 
+def test_many_replicas_leave_room_for_the_other_actors(tmp_path):
+    names = [f"replica/{i}" for i in range(1000)] + ["trainer/0", "rollouter/0", "driver"]
+    JsonlFile(tmp_path / SPANS_FILE).write(
+        {"actor": name, "name": "span", "start": 100.0 + i, "end": 100.9 + i} for i in range(5) for name in names
+    )
+    html = write_report(tmp_path).read_text()
+    (trace,) = plots(html)
+    assert set(trace["y"]) == {*(f"replica/{i}" for i in range(8)), "trainer/0", "rollouter/0", "driver"}
+    assert "Of each kind of actor the first 8 are drawn." in html
+
+
 def test_nested_spans_are_drawn_inside_their_parents():
     rows = [
         {"actor": "trainer/0", "name": "micro_batch", "start": 1.0, "end": 2.0, "count": 3},
@@ -252,6 +264,25 @@ def test_an_axis_of_percentages_holds_every_value(highest, top):
     (chart,) = [chart for charts_of in charts.SECTIONS.values() for chart in charts_of if chart.title == "Efficiency"]
     figure = charts.line_chart(chart, {"perf/fraction_of_ideal": ([1, 2], [0.2, highest])})
     assert figure.layout.yaxis.range == pytest.approx((0.0, top))
+
+
+def test_a_long_line_keeps_its_spikes_and_both_ends():
+    (chart,) = [chart for charts_of in charts.SECTIONS.values() for chart in charts_of if chart.title == "Loss"]
+    values = [0.5] * 100_000
+    values[51_234], values[77_777], values[-1] = 9.0, -3.0, 0.25
+    (trace,) = charts.line_chart(chart, {"actor/loss": (range(100_000), values)}).data
+    drawn = dict(zip(trace.x, trace.y, strict=True))
+    assert (drawn[51_234], drawn[77_777], drawn[0], drawn[99_999]) == (9.0, -3.0, 0.5, 0.25)
+    assert charts.MAX_POINTS // 2 < len(drawn) <= charts.MAX_POINTS
+    assert list(drawn) == sorted(drawn)
+
+
+def test_of_many_syncs_evenly_spaced_ones_are_drawn_and_the_last():
+    figure = charts.sync_chart({"param_sync/paused_s": (range(1, 1002), [0.1] * 1001)})
+    (trace,) = figure.data
+    assert len(trace.x) <= charts.MAX_BARS
+    assert trace.x[-1] == 1001
+    assert len({after - before for before, after in itertools.pairwise(trace.x)}) == 1
 
 
 def test_many_trajectories_are_thinned_evenly(tmp_path):

@@ -197,6 +197,15 @@ def test_sampled_trajectories_become_a_table_every_few_steps(alone, tmp_path):
     assert first["data"][1][1:] == ["p", "2+=", "45", 0.5, "0.3 · 0.4", "stop", 2, "u"]
 
 
+@pytest.mark.parametrize("python", ["/bin/false", "/bin/sleep"])
+def test_a_service_that_does_not_start_is_one_line(alone, tmp_path, monkeypatch, python):
+    """In a submitted job, whose run it outlives."""
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    monkeypatch.setattr(sys, "executable", python)
+    with pytest.raises(ConfigError, match=r"^reporting\.wandb: a run cannot begin: .*non-zero exit status 1[^\n]*$"):
+        SINK.open(Config(), tmp_path)
+
+
 def test_a_last_table_that_fails_does_not_keep_the_run_open(alone, tmp_path):
     sink = WandbSink(WandbConfig(table_every_steps=9), "quick", tmp_path, {})
     sink._rows = [[object()]]  # not as many cells as columns
@@ -299,20 +308,28 @@ def test_wandb_accepts_the_dashboard(monkeypatch):
 
 
 def test_tensorboard_gets_every_number_by_step_and_is_refused_without_its_package(tmp_path, monkeypatch):
+    from asyncrl.observability.sinks.tensorboard import SINK as TENSORBOARD
     from asyncrl.observability.sinks.tensorboard import TensorboardSink
 
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"reporting.tensorboard: the package tensorboard is not installed"):
-        TensorboardSink(tmp_path)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    problems = list(TENSORBOARD.problems(Config()))
+    assert problems == [
+        "reporting.tensorboard: the package tensorboard is not installed; `pip install tensorboard` adds it"
+    ]
     monkeypatch.undo()
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     sink = TensorboardSink(tmp_path)
-    for step in (1, 2):
+    sink.begin(0)
+    for step in (1, 2, 3):
         sink.metrics(step, {"actor/loss": step / 4, "text": "left out", "mtp/loss_1": float("nan")})
     sink.trajectories(trajectories(2))
     sink.close(None, "SIGINT")
+    resumed = TensorboardSink(tmp_path)
+    resumed.begin(1)  # from the checkpoint of the first step
+    resumed.metrics(2, {"actor/loss": 4.0})
+    resumed.close(None)
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("actor/loss")] == [(1, 0.25), (2, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("actor/loss")] == [(1, 0.25), (2, 4.0)]
     assert events.Tags()["scalars"] == ["actor/loss"]
     assert "trajectories/0/text_summary" in events.Tags()["tensors"]
 

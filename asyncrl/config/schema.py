@@ -16,6 +16,8 @@ from pydantic.dataclasses import dataclass
 from asyncrl.algorithms.options import AlgorithmConfig
 from asyncrl.config.section import PathText, PathTexts, Section, from_env
 
+Port = Annotated[int, Field(ge=0, le=65535)]
+
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -153,7 +155,7 @@ class AgentConfig(Section):
     # a call with another temperature, a grammar, forced tools: refuse it, or mask: serve it and never train its tokens
     untrained: Literal["refuse", "mask"] = "refuse"
     host: str = "127.0.0.1"  # address on which the endpoint listens
-    port: NonNegativeInt = 0  # 0: a free one
+    port: Port = 0  # 0: a free one
 
     def problems(self) -> Iterator[str]:
         if self.path and self.command:
@@ -530,7 +532,7 @@ class WandbConfig(Section):
 class PrometheusConfig(Section):
     """``/metrics`` and ``/health`` over HTTP, served by the driver."""
 
-    port: NonNegativeInt = 0  # 0: off
+    port: Port = 0  # 0: off
     host: str = "127.0.0.1"  # 0.0.0.0: reachable from other machines
 
 

@@ -14,8 +14,8 @@ from asyncrl.sample_queue.messages import DROPPED_METRICS
 
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#3b76e1", "#e5832b", "#22a06b", "#d64550", "#8a63d2", "#8c96a5"
 PALETTE = (BLUE, ORANGE, GREEN, VIOLET, "#1aa3b8", "#c2529b", "#a08a2c", "#6b7ae8", "#9c6b4e", RED)
-MAX_POINTS = 2_000  # per line; longer lines are thinned evenly, and so are bars
-MAX_BARS = 200
+MAX_POINTS = 2_000  # per line; of longer ones the extremes are drawn
+MAX_BARS = 200  # of more, evenly spaced ones are drawn
 
 
 @dataclass(frozen=True)
@@ -376,12 +376,12 @@ def sync_chart(series: Series) -> go.Figure | None:
         return None
     figure = go.Figure()
     for name in present:
-        steps, values = _thin(*series[name], MAX_BARS)
+        steps, values = _spaced(*series[name])
         figure.add_bar(
             x=steps, y=values, name=_phase(name), marker={"color": _phase_colour(name), "line": {"width": 0}}
         )
     if _has_data(series, "param_sync/paused_s"):
-        steps, values = _thin(*series["param_sync/paused_s"], MAX_BARS)
+        steps, values = _spaced(*series["param_sync/paused_s"])
         figure.add_scatter(
             x=steps, y=values, name="paused", mode=_mode(steps), line={"color": RED, "width": 1.4, "dash": "dot"}
         )
@@ -472,11 +472,24 @@ def dropped_chart(series: Series) -> go.Figure | None:
     return styled(figure)
 
 
-def _thin(
-    steps: Sequence[int], values: Sequence[float | None], limit: int = MAX_POINTS
-) -> tuple[list[int], list[float | None]]:
-    stride = -(-len(steps) // limit)
-    return list(steps[::stride]), list(values[::stride])
+def _thin(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
+    """At most `MAX_POINTS` of a line, to which it looks the same: the first, the last, and the lowest and highest of
+    each stretch between."""
+    count = len(steps)
+    if count <= MAX_POINTS:
+        return list(steps), list(values)
+    stretch, kept = -(-2 * count // (MAX_POINTS - 2)), {0, count - 1}
+    for low in range(0, count, stretch):
+        known = [(value, low + i) for i, value in enumerate(values[low : low + stretch]) if value is not None]
+        kept |= {min(known)[1], max(known)[1]} if known else {low}
+    return [steps[i] for i in sorted(kept)], [values[i] for i in sorted(kept)]
+
+
+def _spaced(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
+    """At most `MAX_BARS`, the last one among them."""
+    stride = -(-len(steps) // MAX_BARS)
+    first = (len(steps) - 1) % max(stride, 1)
+    return list(steps[first::stride]), list(values[first::stride])
 
 
 def _mode(steps: Sequence[int]) -> str:

@@ -54,7 +54,7 @@ class ObservedSystem(Protocol):
     rank_names: list[str]
     replica_names: list[str]
     queue: Any  # stats()
-    ranks: Any  # first_groups(count)
+    ranks: Any  # drawn_groups()
 
     def pool_resources(self) -> tuple[float, float, str]: ...
     def drains(self) -> Mapping[str, Callable[[], Awaitable[Batch]]]: ...
@@ -121,7 +121,7 @@ class Monitor:
 
     async def on_step(self, progress: Progress, metrics: Mapping[str, float]) -> dict[str, float]:
         if k := self._config.reporting.trajectories_per_step:
-            groups = [Group.from_buffer(b) for b in await self._system.ranks.first_groups(k)]
+            groups = [Group.from_buffer(b) for b in await self._system.ranks.drawn_groups()]
             self._hub.trajectories(sampled_rows(progress.step, groups, self._decode, k))
         window = await self._window_metrics()
         if self.efficiency is not None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
+import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +28,15 @@ from asyncrl.types.groups import Group
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Drawn = tuple[float, bytes]  # a group, and the random number by which it was drawn
+
+
+def draw(kept: Sequence[Drawn], groups: Sequence[bytes], count: int, seed: str) -> list[Drawn]:
+    """Of all groups of a batch that comes in parts, ``count`` drawn uniformly: those of the lowest random numbers.
+    ``kept``: what was drawn of the parts before."""
+    numbers = random.Random(seed)
+    return heapq.nsmallest(count, [*kept, *((numbers.random(), group) for group in groups)], key=itemgetter(0))
 
 
 @ray.remote
@@ -47,7 +59,7 @@ class TrainerRankActor(SupervisedActor):
         self._core: Any = None
         self._sender: Any = None
         self._store: Any = None
-        self._first: Sequence[bytes] = []  # groups of the last batch, those that `first_groups` may be asked for
+        self._drawn: Sequence[Drawn] = []  # groups of the last batch, for `drawn_groups`
         self._mask_before: int | None = None
 
     async def rendezvous(self) -> str:
@@ -78,18 +90,19 @@ class TrainerRankActor(SupervisedActor):
         self, step: int, payload: Sequence[bytes], mask_before: int | None, version: float, part: int, parts: int
     ) -> tuple[dict[str, float], list[SamplerKL]]:
         if self._rank == 0:
-            self._first = [*(self._first if part else ()), *payload][: self._config.reporting.trajectories_per_step]
+            kept, count = self._drawn if part else (), self._config.reporting.trajectories_per_step
+            self._drawn = draw(kept, payload, count, f"{step}.{part}")
         self._mask_before = mask_before
         metrics = await self._compute(lambda: self._core.train(step, payload, mask_before, version, part, parts))
         return metrics, self._core.sampler_kl
 
-    async def first_groups(self, count: int) -> list[bytes]:
-        """Of rank 0: the first groups of the last batch, at most ``reporting.trajectories_per_step``, as they were
+    async def drawn_groups(self) -> list[bytes]:
+        """Of rank 0: ``reporting.trajectories_per_step`` groups of the last batch, drawn uniformly, as they were
         trained, for people to read."""
         from asyncrl.trainer.batches import as_trained
 
         options = self._config.algorithm
-        groups = map(Group.from_buffer, self._first[:count])
+        groups = (Group.from_buffer(group) for _, group in self._drawn)
         return [as_trained(group, self._mask_before, options).to_bytes() for group in groups]
 
     async def stage(self) -> None:
@@ -172,8 +185,8 @@ class RankGroup:
         train = lambda rank: rank.train(step, payload, mask_before, version, part, parts)
         return (await self._all(train, self._limit_s))[0]
 
-    async def first_groups(self, count: int) -> list[bytes]:
-        return await self._ranks[0].first_groups(count)
+    async def drawn_groups(self) -> list[bytes]:
+        return await self._ranks[0].drawn_groups()
 
     async def stage(self) -> None:
         """Copy the state of all ranks; training may continue after the return."""

@@ -99,8 +99,12 @@ def _metric_sections(series: Series) -> Iterator[page.Section]:
 
 
 def _actors(run_dir: Path) -> list[page.Chart]:
-    rows = read_spans(run_dir)
+    recorded = read_spans(run_dir)
+    shown = swimlanes.shown_actors(recorded)
+    rows = [row for row in recorded if row["actor"] in shown]
     caption = "Spans of each actor at the end of the run; drag to scroll."
+    if len(rows) < len(recorded):
+        caption += f" Of each kind of actor the first {swimlanes.MAX_LANES} are drawn."
     if len(rows) > swimlanes.MAX_BARS:
         caption += f" The last {swimlanes.MAX_BARS:,} of {len(rows):,} recorded spans are drawn."
     return page.charts(("Actor timelines", caption, swimlanes.timeline_chart(rows)), wide=True)

@@ -11,7 +11,17 @@ from asyncrl.observability.charts import GREY, colours
 from asyncrl.observability.report.lanes import add_bars, styled_lanes
 
 MAX_BARS = 1_500
+MAX_LANES = 8  # of each kind of actor: else replicas, if there are many, would leave no bar to the others
 VIEW_S = 60.0  # initial view: this much of the end
+
+
+def shown_actors(rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The first `MAX_LANES` actors of each kind, such as the replicas."""
+    kinds: dict[str, list[tuple[int, str]]] = {}
+    for actor in {str(row["actor"]) for row in rows}:
+        kind, _, number = actor.partition("/")
+        kinds.setdefault(kind, []).append((int(number) if number.isdecimal() else 0, actor))
+    return {actor for of_kind in kinds.values() for _, actor in sorted(of_kind)[:MAX_LANES]}
 
 
 def timeline_chart(rows: Sequence[Mapping[str, Any]]) -> go.Figure | None:

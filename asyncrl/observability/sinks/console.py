@@ -20,6 +20,7 @@ from asyncrl.sample_queue.messages import DROPPED_METRICS
 _HEADER_EVERY = 25  # lines
 _PACE_STEPS = 20  # window of the ETA
 _MAX_ACTORS = 4  # in a status
+_SHOW_EVERY_S = 1.0  # the progress line, while batches of many actors arrive at once
 _NONE = "–"
 _SYNC_METRICS = ("param_sync/", "fully_async/version")
 
@@ -49,6 +50,7 @@ class ConsoleSink(Sink):
 
             self._terminal = Terminal(self._stream, total_steps)
         self._began_s = self._printed_s = clock()
+        self._shown_s = -math.inf  # on the progress line
         self._rows = 0
         self._step = 0
         self._steps: deque[tuple[int, float]] = deque(maxlen=_PACE_STEPS + 1)  # (step, time of its report)
@@ -90,7 +92,8 @@ class ConsoleSink(Sink):
             longest = min(batch.open_spans, key=lambda span: span.start_s)
             seconds = short_seconds(longest.end_s - longest.start_s)
             self._open_spans[batch.actor] = f"{batch.actor}: {longest.name} {seconds}"
-        self._show_progress()
+        if self._clock() - self._shown_s >= _SHOW_EVERY_S:
+            self._show_progress()
         if self._terminal is None and self._clock() - self._printed_s >= self._every_s:
             self._print(f"{'…':>{self._step_width()}}  {self._status()}")
 
@@ -110,6 +113,7 @@ class ConsoleSink(Sink):
             self._print(f"finished: {done} steps in {took}", "bold")
 
     def _show_progress(self) -> None:
+        self._shown_s = self._clock()
         if self._terminal:
             self._terminal.show(self._step, self._eta(), self._status())
 

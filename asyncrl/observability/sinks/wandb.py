@@ -40,7 +40,7 @@ class WandbSink(Sink):
 
     def __init__(self, config: WandbConfig, run_name: str, run_dir: Path | str, run_config: Mapping[str, Any]) -> None:
         """``run_config``: the resolved configuration as nested plain values. Raises wandb's own errors when
-        ``online``, such as a missing login."""
+        ``online``, such as a missing login, and subprocess.SubprocessError if its service does not start."""
         import wandb  # takes half a second, so only runs that use it import it
 
         Path(run_dir).mkdir(parents=True, exist_ok=True)
@@ -168,8 +168,9 @@ def _open(config: Config, run_dir: Path) -> WandbSink:
     about = yaml.safe_load(to_yaml(config)) | ({"git": git} if (git := git_state()) else {})
     try:
         return WandbSink(config.reporting.wandb, config.name, run_dir, about)
-    except wandb.Error as e:
-        raise ConfigError([f"reporting.wandb: a run cannot begin: {e}"]) from None
+    except (wandb.Error, subprocess.SubprocessError) as e:
+        said = getattr(e, "stderr", None) or ""  # of a service that did not start
+        raise ConfigError([f"reporting.wandb: a run cannot begin: {' '.join(f'{e} {said}'.split())}"]) from None
 
 
 def _problems(config: Config) -> Iterator[str]:
