@@ -183,6 +183,20 @@ def test_figures_outlive_answers_that_cannot_be_written(run, capsys, tmp_path):
     assert json.loads((tmp_path / "figures.json").read_text()) == json.loads(out.splitlines()[-1])
 
 
+def test_prompts_with_a_failed_answer_are_left_out_and_counted(run, capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    lengths = (1, 500, 1)
+    rows = [json.dumps({"prompt": f"Compute {'+'.join('1' * n)}", "answer": str(n)}) + "\n" for n in lengths]
+    prompts.write_text("".join(rows))
+    path = run / "checkpoints/step_000004"
+    options = (f"data.validation_files=[{prompts}]", "validation.samples=2", "--out", tmp_path)
+    status, out, err = evaluated(capsys, path, *options)
+    assert status == 0
+    figures = json.loads(out.splitlines()[-1])["step_000004"]
+    assert (figures["prompts"], figures["left_out"], figures["failed"]) == (3, 1, 2)
+    assert "2 of 6 answers failed, so 1 of 3 prompts are left out of the figures" in err
+
+
 def test_half_an_emoji_is_written_as_a_question_mark(run, capsys, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "Compute 1+1", "answer": "2 \ud83d"}) + "\n")

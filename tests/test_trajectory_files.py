@@ -115,6 +115,16 @@ def test_filters_select_samples(run, capsys, options, expected):
     assert found == expected
 
 
+def test_of_the_last_samples_those_before_are_only_counted(run):
+    every = read(run)
+    for last in range(10):
+        found = read(run, last=last)
+        assert (found.rows(), found.selected) == (every.rows()[max(0, 8 - last) :], 8)
+    step = Filter(source="sums")
+    assert [row["step"] for row in read(run, step, last=2).rows()] == [2, 3]
+    assert read(run, step, last=2).selected == 3
+
+
 def test_samples_are_printed_turn_by_turn(run, capsys):
     assert main([str(run), "--step", "2:2", "--source", "sums"]) == 0
     assert capsys.readouterr().out.splitlines() == [

@@ -44,12 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.run_dir}: expected a run folder with {FOLDER}/, found none", file=sys.stderr)
         return 2
     names = ("reward", "tokens", "step", "source", "finish", "failure", "uid")
-    found = read(args.run_dir, Filter(**{name: getattr(args, name) for name in names}))
-    shown = range(max(len(found) - args.limit, 0), len(found))
-    for row in found.rows(shown):
+    found = read(args.run_dir, Filter(**{name: getattr(args, name) for name in names}), max(args.limit, 0))
+    for row in found.rows():
         print(json.dumps(row, ensure_ascii=False) if args.json else "\n".join(_lines(row)))
     if not args.json:
-        print(f"{len(shown)} of {plural(len(found), 'sample')}")
+        print(f"{len(found)} of {plural(found.selected, 'sample')}")
     for line in found.damaged:
         print(line, file=sys.stderr)
     return 1 if found.damaged else 0

@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncrl.config.load import CONFIG_FILE, ConfigError, load_config
 from asyncrl.config.schema import Config
+from asyncrl.disk.files import write_whole
 from asyncrl.evaluation.answers import Answers, EvaluationFailed, answer, evaluation_config
 from asyncrl.evaluation.checkpoints import DRIVER, Evaluated, export, find, verify
 from asyncrl.evaluation.estimates import Estimate, pass_at_k
@@ -106,22 +107,26 @@ def _evaluate_one(config: Config, folder: Path, name: str, out: Path, figures: d
     answers = asyncio.run(answer(config, Recorder("eval")))
     lines = records(name, answers, PromptTokenizer.of(config).hf.decode)
     samples = config.validation.samples
-    failed = sum("failed" in line for line in lines)
+    failed, left_out = sum("failed" in line for line in lines), len(answers) - len(_scored(answers, samples))
     if found := estimates(answers, samples):
         sources = {source: estimates(part, samples) for source, part in by_source(answers).items()}
-        figures[name] = _figures(found) | {"prompts": len(answers), "failed": failed}
+        figures[name] = _figures(found) | {"prompts": len(answers), "left_out": left_out, "failed": failed}
         if sources:
             figures[name]["sources"] = {source: _figures(values) for source, values in sources.items()}
         _write_figures(out, figures)
         rows = {name: found} | {f"  {source}": values for source, values in sources.items()}
         _print_rows(rows, head=len(figures) == 1)
-    # A lone surrogate (half an emoji, decoded from a truncated response) is invalid UTF-8.
-    with open(out / f"{name}.jsonl", "w", encoding="utf-8", errors="replace") as file:
-        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    # a lone surrogate (half an emoji, decoded from a truncated response) is invalid UTF-8
+    write_whole(out / f"{name}.jsonl", text.encode("utf-8", "replace").decode("utf-8"))
     if not found:
         raise EvaluationFailed(f"no prompt has {samples} scored answers, {failed} of {len(lines)} answers failed")
     if failed:
-        print(f"{name}: {failed} of {len(lines)} answers failed, see {out / name}.jsonl", file=sys.stderr)
+        print(
+            f"{name}: {failed} of {len(lines)} answers failed, so {left_out} of {len(answers)} prompts are left out of "
+            f"the figures, see {out / name}.jsonl",
+            file=sys.stderr,
+        )
 
 
 def _print_rows(rows: Mapping[str, Mapping[str, Estimate]], head: bool) -> None:
@@ -132,7 +137,7 @@ def _print_rows(rows: Mapping[str, Mapping[str, Estimate]], head: bool) -> None:
 
 
 def _write_figures(out: Path, figures: Mapping[str, Any]) -> None:
-    (out / FIGURES).write_text(json.dumps(figures, indent=2) + "\n")
+    write_whole(out / FIGURES, json.dumps(figures, indent=2) + "\n")
 
 
 def _figures(values: Mapping[str, Estimate]) -> dict[str, float | None]:
@@ -173,9 +178,7 @@ def records(name: str, answers: Answers, decode: Any) -> list[dict[str, Any]]:
 def estimates(answers: Answers, samples: int) -> dict[str, Estimate]:
     """Mean reward (``mean@n``), and ``pass@k`` for the powers of two up to ``samples``, over the prompts of which all
     answers were scored. Empty if there is none."""
-    scored = [[s for s in made if isinstance(s, Sample)] for _, made in answers]
-    whole = [made for made in scored if len(made) == samples]
-    if not whole:
+    if not (whole := _scored(answers, samples)):
         return {}
     powers = [k for k in (2**i for i in range(samples.bit_length())) if k <= samples]
     ks = sorted({*powers, samples})
@@ -184,6 +187,12 @@ def estimates(answers: Answers, samples: int) -> dict[str, Estimate]:
         successes = [sum(s.succeeded for s in made) for made in whole]
         found[f"pass@{k}"] = Estimate.of([pass_at_k(samples, count, k) for count in successes])
     return found
+
+
+def _scored(answers: Answers, samples: int) -> list[list[Sample]]:
+    """The answers to each prompt of which all were scored."""
+    scored = [[s for s in made if isinstance(s, Sample)] for _, made in answers]
+    return [made for made in scored if len(made) == samples]
 
 
 def by_source(answers: Answers) -> Mapping[str, Answers]:

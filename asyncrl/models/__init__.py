@@ -1,1 +1,1 @@
-"""The native decoder: Qwen2/Qwen3/Llama trunks with MiMo-style MTP layers, and small checkpoints for it."""
+"""Models: the native decoder with its MTP layers, those of transformers, their checkpoints, and small ones to try."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,10 +127,11 @@ class Filter:
 
 class Trajectories(NamedTuple):
     """Failed samples, then the others in order of their steps. ``damaged``: what is wrong with files that are
-    missing here, one line each."""
+    missing here, one line each. ``selected``: how many there are with those that were not asked for."""
 
     table: pa.Table
     damaged: list[str]
+    selected: int
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -141,16 +142,27 @@ class Trajectories(NamedTuple):
         return [row | {"metrics": dict(row["metrics"] or ())} for row in table.to_pylist()]
 
 
-def read(run_dir: Path, where: Filter | None = None) -> Trajectories:
-    return read_files([*failed_files(run_dir), *step_files(run_dir)], where)
+def read(run_dir: Path, where: Filter | None = None, last: int | None = None) -> Trajectories:
+    return read_files([*failed_files(run_dir), *step_files(run_dir)], where, last)
 
 
-def read_files(files: Iterable[Path], where: Filter | None = None) -> Trajectories:
+def read_files(files: Sequence[Path], where: Filter | None = None, last: int | None = None) -> Trajectories:
+    """The selected samples, or only the ``last`` ones: of the others no text is read."""
     chosen = where.expression() if where is not None else None
-    tables, damaged = [SCHEMA.empty_table()], []
-    for file in files:
+    tables, damaged, selected, left = [SCHEMA.empty_table()], [], 0, last
+    for file in reversed(files):
         try:
-            tables.append(ds.dataset(file, schema=SCHEMA, format="parquet").to_table(filter=chosen))
+            found = ds.dataset(file, schema=SCHEMA, format="parquet")
+            if left == 0:
+                selected += found.count_rows(filter=chosen)
+                continue
+            table = found.to_table(filter=chosen)
         except (pa.ArrowInvalid, OSError) as e:
             damaged.append(f"{file} cannot be read and is left out: {e}")
-    return Trajectories(pa.concat_tables(tables), damaged)
+            continue
+        selected += table.num_rows
+        if left is not None:
+            table = table.slice(max(0, table.num_rows - left))
+            left -= table.num_rows
+        tables.append(table)
+    return Trajectories(pa.concat_tables(reversed(tables)), damaged[::-1], selected)
