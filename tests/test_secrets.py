@@ -187,3 +187,5 @@ def test_values_are_hidden_in_the_forms_in_which_a_program_prints_them(monkeypat
         assert "${secret:PEM}" in redacted(printed, shown)
     assert redacted("MII-x", shown) == "${secret:PART}-x"
     assert redacted("nothing", shown) == "nothing"
+    monkeypatch.setenv("PEM", '{\n"key": "MII"\n}')
+    assert redacted("{}", hidden(args)) == "{}"

@@ -25,6 +25,8 @@ from asyncrl.config.schema import Config
 HOLDERS = ("reward.args", "rollout.agent_loop_args", "rollout.agent.args", "rollout.engine.args")
 _WHERE = f"values inside {', '.join(HOLDERS[:-1])} and {HOLDERS[-1]}"
 
+_SECRET_LINE = 4  # characters of a line of a value that is hidden by itself, at least
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(rf"\$\{{secret:({_NAME.pattern})\}}")
 #: what OmegaConf would resolve, with the backslashes before it; names of secrets stay
@@ -49,11 +51,13 @@ def revealed(option: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
 def hidden(args: Mapping[str, Any]) -> dict[str, str]:
     """Value of each secret that ``args`` name → the text that names it, for `redacted`. Also the forms in which a
-    program may print a value: as a Python or JSON string, and line by line."""
+    program may print a value: as a Python or JSON string, and line by line, but for lines that are too short to be
+    secret, such as a brace."""
     shown: dict[str, str] = {}
     for name in _names(args):
         value = os.environ.get(name, "")
-        forms = {value, repr(value)[1:-1], json.dumps(value)[1:-1], *value.splitlines()}
+        lines = [line for line in value.splitlines() if len(line) >= _SECRET_LINE]
+        forms = {value, repr(value)[1:-1], json.dumps(value)[1:-1], *lines}
         shown |= dict.fromkeys(filter(None, forms), _reference(name))
     return shown
 
