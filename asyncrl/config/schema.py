@@ -591,6 +591,11 @@ class Config(Section):
     reporting: ReportingConfig = field(default_factory=ReportingConfig)
     ray: RayConfig = field(default_factory=RayConfig)
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Of a train step."""
+        return self.async_training.require_batches * self.algorithm.epochs
+
     def problems(self) -> Iterator[str]:
         if not self.name.strip() or "/" in self.name or self.name in (".", ".."):
             yield f"name: expected a word that can name a folder, found {self.name!r}"

@@ -88,9 +88,7 @@ class TrainLoop:
         die, restore the last checkpoint with new ones.
 
         Propagates the exceptions of all parts. After `stop` saves and returns; when the prompts end also publishes."""
-        algorithm = self._config.algorithm
-        one_step = self._config.async_training.require_batches * algorithm.epochs == 1
-        if one_step and algorithm.anchor == "proximal":
+        if self._config.optimizer_steps == 1 and self._config.algorithm.anchor == "proximal":
             log.warning(
                 "algorithm: a batch takes one optimizer step, in which the ratio to the proximal policy is 1: the "
                 "surrogate's bounds have no effect. Expected algorithm.anchor=behaviour, or more steps per batch"

@@ -69,8 +69,7 @@ class TrainerRank:
         self._versions_per_step = 1 / config.async_training.trigger_parameter_sync_step
         #: of the last batch, in its first optimizer step; equal on all ranks
         self.sampler_kl: list[SamplerKL] = []
-        once = config.async_training.require_batches * config.algorithm.epochs == 1
-        self._in_parts = once and self._objective.of_groups and self._backend.in_parts
+        self._in_parts = config.optimizer_steps == 1 and self._objective.of_groups and self._backend.in_parts
         self._skips_zero_advantages = self._objective.scales_advantages and self._backend.only_policy_loss
 
     def train(

@@ -121,7 +121,7 @@ class BaseBackend(ABC):
         self._schedule_steps = 0  # the same, unless a resume has changed how many a train step takes
         self._during_step = ExitStack()  # from the first `accumulate` of a step to its `optimizer_step`
         self.kept = torch.zeros(2, dtype=torch.float64)
-        self._steps_per_train_step = config.async_training.require_batches * config.algorithm.epochs
+        self._steps_per_train_step = config.optimizer_steps
 
     def _hold(self, policy: Any, reference: Any | None) -> None:
         """Hold these models. With LoRA the policy without its adapters is the reference, unless there is another."""
