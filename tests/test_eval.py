@@ -217,6 +217,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_others_evaluated(run, capsys, 
     assert f"step_000004: CheckpointError: {weights} is damaged" in err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_weights_do_not_load_is_reported_and_the_others_evaluated(run, capsys, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy, symlinks=True)

@@ -141,7 +141,7 @@ def start(inputs, tmp_path):
 
 
 def test_a_run_survives_the_death_of_each_process(start, tmp_path):
-    steps = 40
+    steps = 24
     run = start(f"trainer.total_steps={steps}")
     moment = random.Random(1)
     run.until_trained(1)

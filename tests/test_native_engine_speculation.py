@@ -358,7 +358,10 @@ FILTERED = {"temperature": 0.7, "top_p": 0.9}
 
 
 @pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, FILTERED], ids=["plain", "filtered"])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param({"temperature": 1.0}, id="plain", marks=pytest.mark.slow), pytest.param(FILTERED, id="filtered")],
+)
 def test_fifty_thousand_tokens_follow_the_target_s_distribution(tiny, sampling, k):
     assert not _differs_beyond_chance(tiny, 50_000 // NEW, k, **sampling)
 

@@ -320,7 +320,9 @@ def test_more_replicas_generate_faster_until_training_binds():
     assert found[2].advice().startswith(("training is the bottleneck", "the pools are balanced"))
 
 
-@pytest.mark.parametrize("threshold", ["0", "0.5", "2"])
+@pytest.mark.parametrize(
+    "threshold", [pytest.param("0", marks=pytest.mark.slow), "0.5", pytest.param("2", marks=pytest.mark.slow)]
+)
 def test_shards_are_as_fast_as_one_rollouter(threshold):
     pools = f"async_training.staleness_threshold={threshold}", "rollout.replicas=16", "trainer.mini_batch_groups=64"
     of = profile(20, 60, 150)
@@ -330,7 +332,7 @@ def test_shards_are_as_fast_as_one_rollouter(threshold):
     assert max(step.metrics["fully_async/staleness/max"] for step in two.steps) <= np.ceil(float(threshold))
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_replicas_that_die_cost_time_and_no_group(shards):
     more = f"rollout.shards={shards}", "supervision.max_restarts=50"
     options = config("async_training.staleness_threshold=1", "rollout.replicas=4", *more)

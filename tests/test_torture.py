@@ -19,8 +19,9 @@ def storm(*arguments: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow  # `make torture-short` has more
 def test_no_fault_of_disks_and_processes_loses_or_repeats_anything():
-    storm("0", "--faults", "10")  # `make torture-short` has more
+    storm("0", "--faults", "10")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

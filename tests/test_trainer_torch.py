@@ -229,7 +229,8 @@ def run_two_ranks(rank, config, folder, results):
     torch.save({"metrics": metrics, "exported": exported}, results / f"rank{rank}.pt")
 
 
-@pytest.mark.parametrize("kl_coef", [0.05, 0.0])  # without a KL, samples without an advantage are not computed
+# without a KL, samples without an advantage are not computed
+@pytest.mark.parametrize("kl_coef", [pytest.param(0.05, marks=pytest.mark.slow), 0.0])
 def test_two_ranks_train_like_one_and_load_each_others_state(checkpoint, start_rank, tmp_path, kl_coef):
     # mini batches of two groups: the second one is a single sequence, so one of two ranks has none
     config = make_config(

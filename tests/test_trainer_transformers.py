@@ -87,25 +87,6 @@ def on_two_ranks(config, folder):
 TWO_RANKS = {"implementation": "transformers", "max_tokens_per_micro_batch": 40, "mini_batch_groups": 2}
 
 
-# a tied head; fused experts
-@pytest.mark.parametrize("family", [pytest.param("Gemma 2", marks=pytest.mark.slow), "Qwen3 MoE"])
-def test_two_ranks_train_like_one(family, folders, start_rank, tmp_path):
-    config = make_config(folders(family), **TWO_RANKS, kl_coef=0.05)
-    one = start_rank(config)
-    expected = [one.train(step, make_groups((4, 3, 1), seed=step)) for step in range(3)]
-    alone = weights(one)
-    following = one.train(3, make_groups(seed=3))
-    two = on_two_ranks(config, tmp_path)
-    for mine, theirs in zip(expected, two[0]["metrics"], strict=True):
-        assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-5)
-    assert not two[1]["exported"]  # rank 0 is the sender
-    assert two[0]["exported"].keys() == alone.keys()
-    for name, tensor in two[0]["exported"].items():
-        assert relative(tensor, alone[name]) < 1e-4, name
-    one.load(tmp_path / "of_two")
-    assert one.train(3, make_groups(seed=3)) == pytest.approx(following, rel=1e-3, abs=1e-5)
-
-
 SEPARATE_EXPERTS = """
 import torch
 from torch import nn
@@ -144,28 +125,49 @@ class OwnForCausalLM(Qwen3ForCausalLM):
 """
 
 
-def test_two_ranks_train_like_one_though_each_uses_other_experts(folders, start_rank, tmp_path):
-    """Experts that are modules of their own, as in the code of some checkpoints, get gradients only on some ranks."""
-    source = tmp_path / "source"
-    source.mkdir()
+@pytest.fixture(scope="module")
+def separate_experts(folders, tmp_path_factory):
+    """A checkpoint with code of its own, in which experts are modules: each gets gradients only on some ranks."""
+    folder = tmp_path_factory.mktemp("own")
     own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
     raw = json.loads(Path(folders("Qwen3"), "config.json").read_text()) | {"model_type": "own", "auto_map": own}
-    (source / "config.json").write_text(json.dumps(raw))
-    (source / "own.py").write_text(SEPARATE_EXPERTS)
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "own.py").write_text(SEPARATE_EXPERTS)
     torch.manual_seed(0)
-    built = AutoConfig.from_pretrained(source, trust_remote_code=True)
-    made = AutoModelForCausalLM.from_config(built, trust_remote_code=True, dtype=torch.float32)
-    save_file({n: p.detach().clone() for n, p in made.named_parameters()}, source / "model.safetensors")
-    config = make_config(str(source), trust_remote_code=True, **TWO_RANKS)
+    built = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_config(built, trust_remote_code=True, dtype=torch.float32)
+    save_file({n: p.detach().clone() for n, p in model.named_parameters()}, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("Gemma 2", marks=pytest.mark.slow),  # a tied head
+        pytest.param("Qwen3 MoE", marks=pytest.mark.slow),  # fused experts
+        "separate experts",
+    ],
+)
+def test_two_ranks_train_like_one(family, folders, separate_experts, start_rank, tmp_path):
+    own = family == "separate experts"
+    folder = separate_experts if own else folders(family)
+    config = make_config(folder, **TWO_RANKS, kl_coef=0.05, trust_remote_code=own)
     one = start_rank(config)
     expected = [one.train(step, make_groups((4, 3, 1), seed=step)) for step in range(3)]
+    alone = weights(one)
+    following = one.train(3, make_groups(seed=3))
     two = on_two_ranks(config, tmp_path)
     for mine, theirs in zip(expected, two[0]["metrics"], strict=True):
         assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-5)
-    for name, tensor in weights(one).items():
-        assert relative(two[0]["exported"][name], tensor) < 1e-4, name
+    assert not two[1]["exported"]  # rank 0 is the sender
+    assert two[0]["exported"].keys() == alone.keys()
+    for name, tensor in two[0]["exported"].items():
+        assert relative(tensor, alone[name]) < 1e-4, name
+    one.load(tmp_path / "of_two")
+    assert one.train(3, make_groups(seed=3)) == pytest.approx(following, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_two_ranks_balance_experts_though_one_has_no_sequences(tmp_path):
     model = model_of(FAMILIES["Mixtral"], output_router_logits=True, router_aux_loss_coef=0.1)
     model.save_pretrained(tmp_path / "model")

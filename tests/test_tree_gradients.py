@@ -41,7 +41,10 @@ def test_the_gradient_of_trees_equals_the_plain_formula(checkpoint, start_rank):
     assert largest_difference({name: found[name] for name in expected}, expected) < 1e-5
 
 
-@pytest.mark.parametrize("options", [OF_TOKENS, OF_SEQUENCES], ids=["tokens", "sequences"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(OF_TOKENS, id="tokens"), pytest.param(OF_SEQUENCES, id="sequences", marks=pytest.mark.slow)],
+)
 def test_training_on_trees_equals_training_on_their_tokens_written_out_at_every_cut(
     options, checkpoint, start_rank, tmp_path
 ):
