@@ -291,6 +291,14 @@ def test_drafts_equal_those_of_the_training_code(trained, monkeypatch, k):
 def test_drafts_catch_up_after_steps_without_speculation_and_after_a_flush(trained, monkeypatch):
     core = _core(trained, 2)
     seen = _recorded(core, monkeypatch)
+    drafter, widths = core._speculator._drafter, set()
+    propose = drafter.propose
+
+    def noted(places_NW, *rest):
+        widths.add(places_NW.shape[1])
+        propose(places_NW, *rest)
+
+    monkeypatch.setattr(drafter, "propose", noted)
     core.submit([make_request(f"r{i}", _prompt(i, n), 110, key=i) for i, n in enumerate((3, 8, 14))])
     ks = itertools.chain([2] * 4, [0] * 5, [2] * 3, [0] * 75, itertools.repeat(2))
     core._speculator.guard.choose = lambda rows: next(ks)
@@ -301,6 +309,7 @@ def test_drafts_catch_up_after_steps_without_speculation_and_after_a_flush(train
         if step == 10:
             core.flush_kv()
     _expect_exact_drafts(load_decoder(trained), seen)
+    assert max(widths) == 3  # places far behind are computed before: a GPU records what drafts
 
 
 # -- the distribution ----------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from asyncrl.rollouter.engines.base import EventBatch
 from asyncrl.types.samples import FinishReason
 from asyncrl.types.versions import PolicyVersion
 
+NO_VERSION = PolicyVersion(0, -1)  #: of events without tokens before the first version
+
 
 class Event(NamedTuple):
     """New tokens of one request with their ``logprobs``, all sampled under ``version``; or its end; or both. ``error``:

@@ -35,7 +35,7 @@ from asyncrl.rollouter.engines.base import (
     Request,
     Scheduling,
 )
-from asyncrl.rollouter.engines.events import Event, EventLog
+from asyncrl.rollouter.engines.events import NO_VERSION, Event, EventLog
 from asyncrl.rollouter.engines.occupancy import Occupancy
 from asyncrl.rollouter.engines.remote_receiver import RemoteReceiver
 from asyncrl.rollouter.engines.stops import RequestEnd, StopStrings
@@ -47,7 +47,6 @@ log = logging.getLogger(__name__)
 
 _ENDS_EVERY_S = 0.2  # while requests are held back for their slots: a call costs both ends a millisecond or two
 _WANTED_EVERY_S = 0.03  # while none is
-_NO_VERSION = PolicyVersion(0, 0)  # for events without tokens before the first version
 
 #: finish reasons by the engines' names for them; any other is an error
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
@@ -369,10 +368,10 @@ class StreamingEngine(ABC, Generic[R]):
     def _abort_held(self, ids: Iterable[str]) -> None:
         for id in ids:
             if self._held.pop(id, None) is not None:
-                self._emit(Event(id, [], [], self._version or _NO_VERSION, FinishReason.ABORT))
+                self._emit(Event(id, [], [], self._version or NO_VERSION, FinishReason.ABORT))
 
     def _fail(self, request: Request, why: str) -> None:
-        self._emit(Event(request.id, [], [], self._version or _NO_VERSION, FinishReason.ERROR, error=why))
+        self._emit(Event(request.id, [], [], self._version or NO_VERSION, FinishReason.ERROR, error=why))
 
     def _emit_counted(self, event: Event) -> None:
         self._recorder.count("rollout/tokens", len(event.tokens))

@@ -14,7 +14,8 @@ from torch import Tensor
 from asyncrl.models.config import DecoderConfig
 from asyncrl.rollouter.engines.native.kv import KVCache
 
-# of one slot and key/value head, in a kernel's shared memory; recorded passes have fewer, so none depends on a length
+# of one slot and key/value head, in a kernel's shared memory. Recorded passes have fewer, of the draft those of
+# mtp.num_speculative_tokens + 1 places, so that none depends on a length
 _MOST_QUERIES = 512
 
 

@@ -29,7 +29,7 @@ from asyncrl.observability.telemetry.recorder import Recorder
 from asyncrl.rollouter.engine_metrics import count_prompt
 from asyncrl.rollouter.engines.admission import why_impossible
 from asyncrl.rollouter.engines.base import EngineError, EventBatch, Request, Scheduling
-from asyncrl.rollouter.engines.events import Event, EventLog
+from asyncrl.rollouter.engines.events import NO_VERSION, Event, EventLog
 from asyncrl.rollouter.engines.native.grammar import GrammarError, Grammars
 from asyncrl.rollouter.engines.native.kernels import LENGTH_STEP, round_up
 from asyncrl.rollouter.engines.native.kv import KVCache
@@ -47,7 +47,6 @@ from asyncrl.types.versions import PolicyVersion
 
 _FIXED_CHUNK_TOKENS = 64  # small: deterministic mode pads prompts to a multiple of it
 _Ended = tuple[Sequence, FinishReason, str]  # the last: reason of an ERROR
-NO_VERSION = PolicyVersion(0, -1)  # for events without tokens before the first version
 
 
 class _Pass(NamedTuple):

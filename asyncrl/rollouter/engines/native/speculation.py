@@ -237,18 +237,18 @@ class Speculator:
 
     def _behind(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Places that the draft must compute before it can continue from the last tokens [N, W], the tokens after them
-        [N, W], and the index of each row's last place among the W [N]. Places far behind are computed here."""
+        [N, W], and the index of each row's last place among the W [N]; on a GPU W is always the same, for one recorded
+        pass. Places far behind are computed here."""
         last = np.maximum(positions - 1, 0)
         while True:
             start = np.minimum(self._drafted[: len(positions)], last)
             behind = last - start
             widest = int(behind[slots].max()) + 1
-            width = widest if widest <= self._most + 1 else _WIDE
-            if self._model.device.type == "cuda" and width < _WIDE:
-                width = self._most + 1  # one recorded graph for all
+            near = widest <= self._most + 1
+            width = _WIDE if not near else self._most + 1 if self._model.device.type == "cuda" else widest
             places_NW = np.minimum(start[:, None] + np.arange(width), self._top)
             next_NW = self._tokens.take(np.minimum(places_NW + 1, self._top) + self._base_S1[: len(positions)])
-            if widest <= width:
+            if near:
                 self._drafted[: len(positions)] = np.minimum(start + width, positions)
                 return places_NW, next_NW, np.minimum(behind, width - 1)
             self._drafter.catch_up(self._tensor(places_NW), self._tensor(next_NW), int(places_NW.max()) + 1)
