@@ -53,6 +53,8 @@ async def run(config: Config, resume: str | None = None, skip: Sequence[str] = (
         with TemporaryDirectory() as scratch:
             found = preflight(with_overridden_model(config, Path(scratch)), cpus)
         folder = await asyncio.to_thread(RunFolder.open, config, resume, found, skip)
+        if folder is None:
+            return 0
         config = with_overridden_model(config, folder.path)
         configure_logging("driver", folder.logs)
         hub, recorder = open_hub(config, folder.path), Recorder("driver")

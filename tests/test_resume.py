@@ -5,6 +5,7 @@ A folder that cannot be resumed is refused with the reason, before anything star
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import random
@@ -256,6 +257,30 @@ def test_a_resume_by_checkpoint_keeps_the_folder_of_its_run_in_its_config(inputs
     assert main([*options, "--resume", str(folder / "checkpoints/step_000006")]) == 1
     assert load_config(folder / "config.yaml").run_dir == str(folder)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.resume
+def test_a_resume_of_a_finished_run_starts_nothing_unless_an_option_has_changed(inputs, begin, tmp_path, monkeypatch):
+    run = begin(inputs, tmp_path / "run", "trainer.total_steps=2")
+    assert run.wait() == 0, run.text
+    config, before = run.folder / "config.yaml", contents(run.folder)
+    again = [f"run_dir={run.folder}", "--config", str(config), "--resume", "auto"]
+    opened = []
+
+    async def open_nothing(cluster):
+        opened.append(cluster)
+        raise PlacementError("no room")
+
+    monkeypatch.setattr("asyncrl.run.cluster.Cluster.open", open_nothing)
+    monkeypatch.setattr("asyncrl.observability.telemetry.log.configure_logging", lambda *_: None)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(again) == 0
+    assert said.getvalue().startswith(f"{run.folder}: nothing is left to do after step 2; a larger trainer.total_steps")
+    assert contents(run.folder) == before
+    assert opened == []
+    assert main([*again, "checkpoint.export_hf=final"]) == 1
+    assert len(opened) == 1
 
 
 def test_a_run_folder_that_cannot_be_read_is_refused_and_no_other_run_begins(inputs, tmp_path, capfd):

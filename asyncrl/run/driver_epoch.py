@@ -150,6 +150,12 @@ def wait_for_previous(run: Path, patience_s: float) -> None:
         time.sleep(_POLL_S)
 
 
+def ended_in_order(run: Path) -> bool:
+    """The run's newest driver has ended, see `DriverEpoch.end`."""
+    folder = run / FOLDER
+    return _file(folder, _newest(folder)).with_suffix(".ended").exists()
+
+
 def written_too_late(run: Path, epoch: int, name: str, digest: str) -> bool:
     """True for a checkpoint of driver ``epoch`` that a later driver did not find when it began. Raises
     CheckpointError."""

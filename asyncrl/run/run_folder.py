@@ -28,7 +28,7 @@ from asyncrl.observability.run_profile import profiled_groups
 from asyncrl.observability.series import SUMMARY_FILE, read_series, totals
 from asyncrl.observability.telemetry.log import LOGS, LogConfig
 from asyncrl.run.driver_epoch import FOLDER as DRIVERS
-from asyncrl.run.driver_epoch import DriverEpoch, InUse, wait_for_previous
+from asyncrl.run.driver_epoch import DriverEpoch, InUse, ended_in_order, wait_for_previous
 from asyncrl.run.preflight import FINGERPRINT, Preflight
 from asyncrl.run.resume import ResumePoint, counts, resume_point
 from asyncrl.run.shutdown import Shutdown, say
@@ -36,7 +36,7 @@ from asyncrl.sample_queue.journal import COPIES, newest_copy
 from asyncrl.sample_queue.ledger import FILE as LEDGER
 from asyncrl.sample_queue.ledger import LedgerError, read_meta, reading
 from asyncrl.sample_queue.snapshots import FILE as SNAPSHOTS
-from asyncrl.trainer.checkpoints import Checkpoint, CheckpointStore
+from asyncrl.trainer.checkpoints import FINAL, Checkpoint, CheckpointStore
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +64,11 @@ class RunFolder:
         self._lock = _locked(path, lock_patience_s)
 
     @classmethod
-    def open(cls, config: Config, resume: str | None, found: Preflight, skip: Sequence[str] = ()) -> RunFolder:
+    def open(cls, config: Config, resume: str | None, found: Preflight, skip: Sequence[str] = ()) -> RunFolder | None:
         """A new folder (see `create`), or with ``resume`` the folder of an earlier run. ``auto`` resumes from the
         newest intact checkpoint in ``config.run_dir``, or starts a new run if the folder has none; a path names a
-        checkpoint.
+        checkpoint. None, after a line that says so, if ``auto`` finds a run that has ended and that these options would
+        not change.
 
         ``found``: the preflight's findings, which must fit the earlier run. ``skip``: uids of groups that it may drop,
         because they are not in the checkpoint's weights. Waits for the processes of a killed run to
@@ -97,6 +98,8 @@ class RunFolder:
                 point = folder._resume_point(wanted, valid)
                 folder._check_prompts(point, found.prompts_fingerprint)
                 folder._check_skipped(point, skip)
+                if resume == AUTO and not skip and folder._is_done(point):
+                    return None
                 folder._begin(LOCK_PATIENCE_S)
                 folder.checkpoints.sweep()
                 if (valid_now := folder._valid_checkpoints()) != valid:
@@ -225,6 +228,21 @@ class RunFolder:
         if not any((journal / LEDGER).is_file() for journal in journals) and (self.path / LEDGER).is_file():
             raise LedgerError(f"{self.path} has its journal in itself; resume without journal_dir")
         return resume_point(checkpoint, older, journals)
+
+    def _is_done(self, point: ResumePoint) -> bool:
+        """The last driver has trained all steps and ended in order, under the same options."""
+        total, checkpoint = self._config.trainer.total_steps, point.checkpoint
+        if checkpoint is None or checkpoint.metadata.step < total or not ended_in_order(self.path):
+            return False
+        try:
+            status = json.loads((self.path / SUMMARY_FILE).read_bytes())["status"]
+        except (OSError, ValueError, LookupError):
+            return False
+        final = (self.path / "checkpoints" / FINAL).resolve() == checkpoint.path.resolve()
+        if status != "finished" or not final or (self.path / CONFIG_FILE).read_text() != to_yaml(self._config):
+            return False
+        say(f"{self.path}: nothing is left to do after step {total}; a larger trainer.total_steps trains on")
+        return True
 
     def _continue_from(self, point: ResumePoint, valid: Mapping[str, str]) -> None:
         """Restore the journal that fits, and put aside the checkpoints that do not count."""
