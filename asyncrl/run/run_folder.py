@@ -99,6 +99,8 @@ class RunFolder:
                 folder._check_prompts(point, found.prompts_fingerprint)
                 folder._check_skipped(point, skip)
                 if resume == AUTO and not skip and folder._is_done(point):
+                    done = f"nothing is left to do after step {config.trainer.total_steps}"
+                    say(f"{folder.path}: {done}; a larger trainer.total_steps trains on")
                     return None
                 folder._begin(LOCK_PATIENCE_S)
                 folder.checkpoints.sweep()
@@ -231,18 +233,16 @@ class RunFolder:
 
     def _is_done(self, point: ResumePoint) -> bool:
         """The last driver has trained all steps and ended in order, under the same options."""
-        total, checkpoint = self._config.trainer.total_steps, point.checkpoint
-        if checkpoint is None or checkpoint.metadata.step < total or not ended_in_order(self.path):
+        checkpoint = point.checkpoint
+        if checkpoint is None or checkpoint.metadata.step < self._config.trainer.total_steps:
             return False
         try:
             status = json.loads((self.path / SUMMARY_FILE).read_bytes())["status"]
         except (OSError, ValueError, LookupError):
             return False
         final = (self.path / "checkpoints" / FINAL).resolve() == checkpoint.path.resolve()
-        if status != "finished" or not final or (self.path / CONFIG_FILE).read_text() != to_yaml(self._config):
-            return False
-        say(f"{self.path}: nothing is left to do after step {total}; a larger trainer.total_steps trains on")
-        return True
+        same = (self.path / CONFIG_FILE).read_text() == to_yaml(self._config)
+        return status == "finished" and final and same and ended_in_order(self.path)
 
     def _continue_from(self, point: ResumePoint, valid: Mapping[str, str]) -> None:
         """Restore the journal that fits, and put aside the checkpoints that do not count."""

@@ -200,7 +200,7 @@ class StreamingEngine(ABC, Generic[R]):
         running, waiting = list(self._running.values()), list(self._held)
         try:
             async with asyncio.timeout(deadline_s):
-                if mode == "keep" and (ending := self._without_slot()):
+                if mode == "keep" and (ending := self._leaving_their_adapter()):
                     await self._abort(ending)
                     await all_ended(ending)
                 await self._stop(mode, running)
@@ -344,7 +344,7 @@ class StreamingEngine(ABC, Generic[R]):
             self._end(running)
         return False
 
-    def _without_slot(self) -> list[R]:
+    def _leaving_their_adapter(self) -> list[R]:
         """Requests that may not keep an older adapter any longer and continue under the newest: validation, since the
         staleness bound, of which the number of slots follows, limits only how long training runs."""
         if self._adapters is None:

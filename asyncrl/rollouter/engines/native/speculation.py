@@ -245,7 +245,9 @@ class Speculator:
             behind = last - start
             widest = int(behind[slots].max()) + 1
             near = widest <= self._most + 1
-            width = _WIDE if not near else self._most + 1 if self._model.device.type == "cuda" else widest
+            if near and self._model.device.type == "cuda":
+                widest = self._most + 1
+            width = widest if near else _WIDE
             places_NW = np.minimum(start[:, None] + np.arange(width), self._top)
             next_NW = self._tokens.take(np.minimum(places_NW + 1, self._top) + self._base_S1[: len(positions)])
             if near:
